@@ -1,0 +1,169 @@
+"""Sampling parameters with vLLM's names and defaults, checked when made."""
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxpaged.errors import RequestError, UnsupportedParameter
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
+MAX_BIASES = 512  # logit biases, banned words and ids of one row together
+
+
+class OutputKind(enum.Enum):
+    """How a stream of outputs relates: all text so far, only the new part, or only the last."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt; field names and defaults are vLLM's.
+
+    Temperature 0 is greedy. `top_k` 0 or -1 keeps all tokens. `max_tokens` None means up to the
+    model's context. Token ids are bounded later, by `check_token_ids`, when the model is known.
+
+    Raises:
+        RequestError: a value outside its range; `param` names the field.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[str] | None = None  # names given to LLM(logits_processors=...)
+    skip_reading_prefix_cache: bool = False
+    extra_args: dict | None = field(default=None, compare=False)
+
+    def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors or ()))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _check_range("n", self.n, 1, MAX_CHOICES)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
+        _check_range("temperature", self.temperature, 0.0, 1e4)
+        _check_range("top_p", self.top_p, 1e-9, 1.0)
+        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens is {self.min_tokens}, over max_tokens of {self.max_tokens}: lower it",
+                    param="min_tokens",
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value == -1:
+                raise UnsupportedParameter(
+                    f"{name} -1 (the whole vocabulary) is not served: ask for 0 to {MAX_LOGPROBS}",
+                    param=name,
+                )
+            if value is not None:
+                _check_range(name, value, 0, MAX_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        for name, limit in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            strings = getattr(self, name)
+            if len(strings) > limit:
+                raise RequestError(f"{name} has {len(strings)} entries, at most {limit} are allowed", param=name)
+            if any(not isinstance(string, str) or not string for string in strings):
+                raise RequestError(
+                    f"{name} holds an empty entry or one that is no string: leave it out", param=name
+                )
+        for token, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias) or abs(bias) > 100:
+                raise RequestError(
+                    f"logit_bias of token {token} is {bias}, allowed are -100 to 100", param="logit_bias"
+                )
+        if len(self.logit_bias or {}) > MAX_BIASES:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias or {})} entries, at most {MAX_BIASES} are allowed",
+                param="logit_bias",
+            )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty: leave it out to allow all", param="allowed_token_ids")
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def needs_edits(self) -> bool:
+        """The row must go through the `full` sampler (stop ids count: min_tokens bans them)."""
+        return (
+            self.has_penalties
+            or bool(self.logit_bias or self.bad_words or self.logits_processors)
+            or self.allowed_token_ids is not None
+            or self.min_tokens > 0
+            or self.logprobs is not None
+        )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}, allowed are {low} to {high}", param=name)
+
+
+def check_token_ids(params: SamplingParams, vocab: int) -> None:
+    """Bound every token id in `params` by the width of the logits.
+
+    Raises:
+        RequestError: an id below 0 or not below `vocab`; JAX would drop or clamp it silently.
+    """
+    fields = {
+        "stop_token_ids": params.stop_token_ids or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": tuple(params.logit_bias or ()),
+    }
+    for name, ids in fields.items():
+        check_ids(name, ids, vocab)
+
+
+def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
+    """Refuse anything in `ids` that is no token of a model with `vocab` logits."""
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            raise RequestError(
+                f"{name} holds {token!r}: a token id is a whole number from 0 to {vocab - 1}", param=name
+            )

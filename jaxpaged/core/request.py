@@ -1,0 +1,49 @@
+"""What a client asked, and what the engine tells about it."""
+
+from dataclasses import dataclass
+
+from jaxpaged.core.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue, unchanging. Ids are bounded and lengths checked before it is made."""
+
+    request_id: str  # the engine's own, unique; a client's id is only echoed
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int  # most tokens to sample, once the context is known
+    seed: int  # the client's, or one from the engine's counter; 64 bits
+    arrival_time: float  # seconds, monotonic
+    eos_token_ids: frozenset[int]
+    priority: int = 0
+    cache_salt: str = ""
+    banned_ids: tuple[int, ...] = ()  # single-token bad words
+    banned_runs: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The logprobs of one place: the token there, and the likeliest ones, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int  # of `token_id`, from 1
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What one step added to one sequence of a request."""
+
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None  # once, when the prompt is done
+    finish_reason: str | None  # stop, length, abort, error
+    stop_reason: int | str | None  # the token id or string that stopped it
+    num_cached_tokens: int
+    cumulative_logprob: float
+    error: str | None = None

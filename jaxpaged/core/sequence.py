@@ -1,0 +1,79 @@
+"""One stream of tokens and its life."""
+
+import enum
+from dataclasses import dataclass, field
+
+from jaxpaged.core.request import Request
+from jaxpaged.errors import InvariantError
+
+
+class SeqState(enum.Enum):
+    WAITING = "waiting"  # holds no pages
+    RUNNING = "running"  # holds pages and a slot, takes part in steps
+    FINISHED = "finished"  # pages given back; final
+
+
+# RUNNING -> WAITING is preemption: the pages go, the tokens stay, to be computed again.
+_MAY_BECOME = {
+    SeqState.WAITING: {SeqState.RUNNING, SeqState.FINISHED},
+    SeqState.RUNNING: {SeqState.WAITING, SeqState.FINISHED},
+    SeqState.FINISHED: frozenset(),
+}
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One stream of tokens being generated. Owned and changed by the scheduler alone.
+
+    The host reads sampled tokens one step late: `num_in_flight` of them are computed or being
+    computed on the device and not yet in `token_ids`. All lengths below count them where they say
+    `known`.
+    """
+
+    seq_id: int
+    request: Request
+    choice: int  # index among the request's n answers
+    token_ids: list[int]  # the prompt, then everything sampled and read
+    num_prompt_tokens: int
+    page_ids: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as known
+    num_computed_tokens: int = 0  # leading tokens whose KV is in pages, or will be after steps in flight
+    num_in_flight: int = 0
+    state: SeqState = SeqState.WAITING
+    slot: int | None = None  # row in DeviceState while RUNNING
+    num_cached_tokens: int = 0  # found in the prefix cache at first admission
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    first_scheduled_time: float | None = None  # seconds, monotonic
+    first_token_time: float | None = None
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens read by the host plus those in flight."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Known but not computed: the rest of a prompt, or the 1 of a decode."""
+        return self.num_known_tokens - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens, those in flight included."""
+        return self.num_known_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Sampled tokens that the host has read."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def needs_read_tokens(self) -> bool:
+        """Its next step depends on tokens that the host must have read first."""
+        return bool(self.request.banned_runs)
+
+    def become(self, state: SeqState) -> None:
+        if state not in _MAY_BECOME[self.state]:
+            raise InvariantError(f"sequence {self.seq_id}: {self.state.value} -> {state.value}")
+        self.state = state

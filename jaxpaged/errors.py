@@ -1,0 +1,86 @@
+"""What can go wrong, and whose fault it is.
+
+JaxPagedError
+├── ConfigError        the operator's: a setting that cannot work        exit 2
+├── WeightsError       the checkpoint's: missing, extra or misshapen     exit 2
+├── RequestError       the client's: this can never be served            HTTP 400
+│   ├── PromptTooLong
+│   └── UnsupportedParameter
+├── CapacityError      nobody's: full now, may work later                HTTP 503, Retry-After
+│   ├── QueueFull
+│   └── Draining
+├── RateLimited        a key's own limit                                 HTTP 429, Retry-After
+├── EngineStopped      the engine is gone; the cause is in the text      HTTP 500
+└── InvariantError     ours: a bug; the engine stops                     HTTP 500
+"""
+
+
+class JaxPagedError(Exception):
+    """Anything that jaxpaged raises on purpose."""
+
+
+class ConfigError(JaxPagedError):
+    """A setting that cannot work; the text names the setting, what it got and what it allows."""
+
+
+class WeightsError(JaxPagedError):
+    """A checkpoint that cannot be loaded: the text names file, tensor and both shapes."""
+
+
+class RequestError(JaxPagedError):
+    """The client asked for something that can never be served.
+
+    `param` names the offending field as the client wrote it, or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(RequestError):
+    """Prompt and requested completion do not fit the model's context."""
+
+    def __init__(self, prompt_len: int, max_tokens: int, context_len: int):
+        excess = prompt_len + max_tokens - context_len
+        super().__init__(
+            f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together over the "
+            f"model's context of {context_len}: shorten the prompt by {excess} or lower max_tokens",
+            param="prompt",
+        )
+
+
+class UnsupportedParameter(RequestError):
+    """A field that is known and that this engine does not serve."""
+
+
+class CapacityError(JaxPagedError):
+    """Full now; the same request may work after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(CapacityError):
+    """More requests or tokens wait than the operator allows."""
+
+
+class Draining(CapacityError):
+    """The server is shutting down and takes no new work."""
+
+
+class RateLimited(JaxPagedError):
+    """A key used up its own limit; it may come back after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStopped(JaxPagedError):
+    """The engine no longer runs; the text holds the first cause."""
+
+
+class InvariantError(JaxPagedError):
+    """Ours: something that cannot be so. The engine stops rather than go on."""
