@@ -102,7 +102,7 @@ class StepOutput:
 class TopLogprobs:
     """The logprob variant's addition, for every row of logits.
 
-    `ranks` counts from 1. `targets` are the tokens scored: the sampled one, or in a prompt the next.
+    A target is the token scored: the sampled one, or in a prompt the next. `ranks` count from 1.
     """
 
     target_logprobs: Float[Array, " logits"]

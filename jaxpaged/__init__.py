@@ -1,0 +1,49 @@
+"""Paged-attention LLM inference in JAX.
+
+Names are looked up when first used, so that importing a part that needs no device stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpaged.arrays import KVPages, RaggedBatch
+    from jaxpaged.core.params import OutputKind, SamplingParams
+    from jaxpaged.engine.async_engine import AsyncLLM
+    from jaxpaged.engine.llm import LLM
+    from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from pallas_kernels.spec import AttentionSpec
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncLLM": "jaxpaged.engine.async_engine",
+    "AttentionSpec": "pallas_kernels.spec",
+    "CompletionOutput": "jaxpaged.engine.outputs",
+    "KVPages": "jaxpaged.arrays",
+    "LLM": "jaxpaged.engine.llm",
+    "Logprob": "jaxpaged.engine.outputs",
+    "OutputKind": "jaxpaged.core.params",
+    "RaggedBatch": "jaxpaged.arrays",
+    "RequestOutput": "jaxpaged.engine.outputs",
+    "SamplingParams": "jaxpaged.core.params",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "AttentionSpec",
+    "CompletionOutput",
+    "KVPages",
+    "Logprob",
+    "OutputKind",
+    "RaggedBatch",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxpaged' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

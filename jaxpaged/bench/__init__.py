@@ -1,0 +1,1 @@
+"""Measurements of the kernels, the step, whole workloads, the start and the server."""

@@ -1,0 +1,59 @@
+"""Lines of a benchmark: JSON for machines, a table for people, with what they were measured on."""
+
+import json
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+
+class Report:
+    """Collects measurements and writes each as soon as it is there."""
+
+    def __init__(self, out: TextIO, file: Path | None):
+        self._out, self._file = out, file
+        self._lines: list[dict[str, Any]] = []
+
+    def header(self) -> None:
+        """Say what is measured on: command, date, versions, device."""
+        self._write(
+            {
+                "command": shlex.join(["python", "-m", "jaxpaged", *sys.argv[1:]]),
+                "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+                "device": jax.devices()[0].device_kind,
+                "jax": jax.__version__,
+                "python": platform.python_version(),
+                "driver": getattr(jax.devices()[0].client, "platform_version", ""),
+            }
+        )
+
+    def phases(self, seconds: dict[str, float]) -> None:
+        self._write({"phases_s": {name: round(s, 2) for name, s in seconds.items()}})
+
+    def add(self, label: str, line: dict[str, Any]) -> None:
+        """Add one measurement."""
+        line = {"label": label} | line
+        self._lines.append(line)
+        self._write(line)
+
+    def table(self) -> None:
+        """Print all measurements as one table, columns by first appearance."""
+        columns = list(dict.fromkeys(key for line in self._lines for key in line))
+        columns = [c for c in columns if not any(isinstance(x.get(c), list) for x in self._lines)]
+        rows = [[str(line.get(column, "")) for column in columns] for line in self._lines]
+        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+        for row in [columns, *rows]:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            self._out.write("  ".join(cells).rstrip() + "\n")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        text = json.dumps(line)
+        self._out.write(text + "\n")
+        self._out.flush()
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")

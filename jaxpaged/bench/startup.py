@@ -1,0 +1,49 @@
+"""`jaxpaged bench startup`: process start to ready, in a process of its own, cold and warm."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+
+from jaxpaged.bench.report import Report
+
+_CHILD = """
+import sys, time, json
+from jaxpaged.config.flags import ArgumentParser, add_engine_flags, config_from_args
+from jaxpaged.engine.factory import build_engine
+parser = ArgumentParser()
+add_engine_flags(parser)
+parts = build_engine(config_from_args(parser.parse_args()), warm=True)
+runner = parts.engine.runner
+print(json.dumps({
+    "phases": parts.phases_s, "compiled": runner.num_compilations, "loaded": runner.num_loaded
+}))
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="directory, GGUF file or hub id")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--label", default="")
+    parser.add_argument("--engine-args", default="", help="more flags of the engine, one string")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Start twice with one new cache folder: the first finds it empty, the second full."""
+    with tempfile.TemporaryDirectory() as folder:
+        for state in ("cold", "warm"):
+            start = time.monotonic()
+            command = [sys.executable, "-c", _CHILD, "--model", args.model]
+            command += ["--load-format", args.load_format, "--compile-cache-dir", f"{folder}/cache"]
+            command += args.engine_args.split()
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            seconds = time.monotonic() - start
+            if done.returncode:
+                raise RuntimeError(done.stderr.strip().splitlines()[-1])
+            told = json.loads(done.stdout.strip().splitlines()[-1])
+            line = {"cache": state, "seconds": round(seconds, 2)}
+            line |= {name: round(s, 2) for name, s in told["phases"].items()}
+            line |= {"compiled": told["compiled"], "loaded": told["loaded"]}
+            report.add(args.label or args.model, line)

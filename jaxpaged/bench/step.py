@@ -1,0 +1,108 @@
+"""`jaxpaged bench step`: one decode step at a number of rows and a context, without the scheduler.
+
+Steps are dispatched back to back, so that host time hides as it does in the engine's loop.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from jaxpaged.bench.report import Report
+from jaxpaged.bench.roofline import CEILINGS, StepCost, floor_seconds
+from jaxpaged.config.flags import add_engine_flags, config_from_args
+from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.packing import HostBatch, PackedLayout
+from jaxpaged.engine.factory import build_engine
+from jaxpaged.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases", default="1x1024,64x1024,256x1024,256x384", help="rows x context, comma-separated"
+    )
+    parser.add_argument("--sampler", default="greedy", choices=("greedy", "sampled", "full"))
+    parser.add_argument("--steps", type=int, default=50, help="timed steps of each case")
+    parser.add_argument("--label", default="", help="names the model in the report")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Time each case; `host_ms` is what dispatching a step costs this thread."""
+    config = config_from_args(args)
+    config = replace(config, compile=replace(config.compile, warmup="lazy"))
+    parts = build_engine(config)
+    report.phases(parts.phases_s)
+    runner, model = parts.engine.runner, parts.model
+    page_size = parts.config.cache.page_size
+    num_pages = runner.state.kv_pages[0].k.shape[0]
+    ceilings = CEILINGS.get(jax.devices()[0].device_kind)
+    for case in args.cases.split(","):
+        rows, context = (int(part) for part in case.split("x"))
+        batch = decode_batch(
+            Bucket("decode", args.sampler, rows, rows),
+            -(-model.max_len // page_size),
+            model.vocab,
+            page_size=page_size,
+            num_pages=num_pages,
+            context=context,
+        )
+        for _ in range(3):
+            runner.read(runner.dispatch(batch))
+        start = time.monotonic()
+        pending, host = [], 0.0
+        for _ in range(args.steps):
+            before = time.monotonic()
+            pending.append(runner.dispatch(batch))
+            host += time.monotonic() - before
+        runner.read(pending[-1])
+        seconds = (time.monotonic() - start) / args.steps
+        line = {"rows": rows, "context": context, "sampler": args.sampler}
+        line |= {"ms": round(1e3 * seconds, 3), "host_ms": round(1e3 * host / args.steps, 3)}
+        if ceilings is not None:
+            cost = StepCost(rows, rows, rows * context, rows * context)
+            itemsize = runner.state.kv_pages[0].k.dtype.itemsize
+            floor = floor_seconds(model, cost, ceilings, itemsize)
+            line |= {"roofline_ms": round(1e3 * floor, 3), "of_roofline": round(floor / seconds, 3)}
+        report.add(args.label or parts.config.model.model, line)
+    runner.close()
+
+
+def decode_batch(
+    bucket: Bucket, pages_per_seq: int, vocab: int, *, page_size: int, num_pages: int, context: int
+) -> HostBatch:
+    """A decode step of `bucket.num_seqs` rows of equal context over shuffled pages.
+
+    Raises:
+        ConfigError: the pool or the page table is too small for it.
+    """
+    rows, pages = bucket.num_seqs, -(-context // page_size)
+    if rows * pages >= num_pages or pages > pages_per_seq:
+        raise ConfigError(
+            f"{rows} rows of {context} tokens need {rows * pages} pages, the pool has "
+            f"{num_pages - 1} and a row at most {pages_per_seq}: choose a smaller case"
+        )
+    layout = PackedLayout(bucket, pages_per_seq, vocab)
+    packed = np.zeros(layout.size, np.int32)
+    views = layout.views(packed)
+    random = np.random.RandomState(0)
+    table = 1 + random.permutation(num_pages - 1)[: rows * pages].reshape(rows, pages)
+    views["token_ids"][:] = random.randint(0, vocab, rows)
+    views["positions"][:] = context - 1
+    views["page_table"][:, :pages] = table
+    views["slot_mapping"][:] = table[:, -1] * page_size + (context - 1) % page_size
+    views["kv_lens"][:] = context
+    views["cu_q_lens"][:] = np.arange(rows + 1)
+    views["seq_slots"][:] = views["logit_rows"][:] = views["sample_rows"][:] = np.arange(rows)
+    if bucket.sampler != "greedy":
+        views["temperature"][:] = random.uniform(0.5, 1.2, rows)
+        views["top_k"][:] = random.choice([0, 20, 50], rows)
+        views["top_p"][:] = random.choice([0.8, 0.95, 1.0], rows)
+        views["min_p"][:] = random.choice([0.0, 0.05], rows)
+    if bucket.sampler == "full":
+        views["repetition_penalty"][:] = 1.1
+        views["bias_ids"][:] = vocab
+        views["mask"][:] = np.uint32(2**32 - 1)
+    return HostBatch(bucket, packed)

@@ -1,0 +1,1 @@
+"""Settings: frozen, refusing what cannot work, and the flags generated from them."""

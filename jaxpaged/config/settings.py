@@ -1,0 +1,176 @@
+"""Settings: five frozen groups in one EngineConfig. A field has its flag's name and its unit.
+
+Checked when made, never repaired. What is found out later (the page count, the context that fits)
+goes into a new object by `dataclasses.replace`. None means: not set, the model or the planner says.
+"""
+
+# pyright: reportUnnecessaryIsInstance=false
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from jaxpaged.errors import ConfigError
+
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def setting(default: Any, help: str, *, flag: str = "", aliases: tuple[str, ...] = ()) -> Any:
+    """A field with what its flag needs: help text, another flag name, older names."""
+    metadata = {"help": help, "flag": flag, "aliases": aliases}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model, and how it is read."""
+
+    model: str = setting("", "directory, GGUF file or hub id of the model")
+    served_model_name: tuple[str, ...] = setting((), "names in the API (default: the model)")
+    tokenizer: str | None = setting(None, "directory of another tokenizer (default: the model's)")
+    revision: str | None = setting(None, "commit or tag on the hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "type of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU"
+    )
+    max_model_len: int | None = setting(
+        None, "longest sequence in tokens (default: the model's; -1: the longest that fits)"
+    )
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = setting(
+        "auto", "dummy takes random weights of the configuration's shape"
+    )
+    trust_remote_code: bool = setting(False, "known and refused: no code of a model folder is run")
+    seed: int = setting(0, "of requests without a seed, and of dummy weights")
+    generation_config: str = setting(
+        "auto", "auto: the model's default sampling parameters; vllm: vLLM's neutral ones"
+    )
+    override_generation_config: dict[str, Any] = setting({}, "default sampling parameters, JSON")
+    hf_overrides: dict[str, Any] = setting({}, "values put over the model's configuration, JSON")
+    chat_template: str | None = setting(None, "file with another Jinja chat template")
+
+    def __post_init__(self):
+        if self.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code is refused: code of a model folder is never run; leave it out"
+            )
+        if self.max_model_len is not None and self.max_model_len != -1:
+            _check("max_model_len", self.max_model_len, 1, 2**24)
+        _check("seed", self.seed, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The KV page pool."""
+
+    page_size: int = setting(16, "tokens a page", flag="--block-size")
+    gpu_memory_utilization: float = setting(0.92, "share of the free device memory to use, 0 to 1")
+    kv_cache_memory_bytes: int | None = setting(None, "bytes of the pool, instead of the share")
+    num_gpu_blocks_override: int | None = setting(None, "pages of the pool, instead of both")
+    enable_prefix_caching: bool = setting(True, "share pages of equal prefixes")
+    cpu_kvcache_space: float = setting(1.0, "GiB of the page pool where there is no GPU")
+
+    def __post_init__(self):
+        if self.page_size not in PAGE_SIZES:
+            raise ConfigError(
+                f"--block-size is {self.page_size}, allowed are {', '.join(map(str, PAGE_SIZES))}"
+            )
+        _check("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        _check("cpu_kvcache_space", self.cpu_kvcache_space, 1e-6, 1e6)
+        if self.kv_cache_memory_bytes is not None:
+            _check("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**50)
+        if self.num_gpu_blocks_override is not None:
+            _check("num_gpu_blocks_override", self.num_gpu_blocks_override, 2, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """Who computes how much in a step."""
+
+    max_num_seqs: int | None = setting(
+        None,
+        "running sequences (default: 256 on a GPU, 8 on a CPU)",
+        aliases=("--max-seqs-per-batch",),
+    )
+    max_num_batched_tokens: int | None = setting(
+        None, "tokens a step (default: 8192 on a GPU, 256 on a CPU)"
+    )
+    long_prefill_token_threshold: int = setting(0, "tokens a step that one prompt may take; 0: all")
+    max_num_queued_reqs: int | None = setting(None, "waiting requests before new ones get a 503")
+    max_num_queued_tokens: int | None = setting(None, "waiting prompt tokens before a 503")
+    scheduler_reserve_full_isl: bool = setting(True, "admit a prompt only when all of it fits")
+    enable_chunked_prefill: bool = setting(True, "let a prompt take several steps")
+    async_scheduling: bool = setting(True, "plan the next step while one runs")
+
+    def __post_init__(self):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+        ):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), 1, 2**24)
+        _check("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 2**24)
+        if not self.enable_chunked_prefill:
+            raise ConfigError(
+                "enable_chunked_prefill cannot be off: a prompt over --max-num-batched-tokens takes "
+                "several steps; raise that number for whole prompts"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How the model is spread over devices."""
+
+    tensor_parallel_size: int = setting(1, "devices that share each layer", aliases=("-tp",))
+    pipeline_parallel_size: int = setting(1, "devices for the layers in order", aliases=("-pp",))
+    data_parallel_size: int = setting(1, "replicas of the whole", aliases=("-dp",))
+
+    def __post_init__(self):
+        for f in fields(self):
+            size = getattr(self, f.name)
+            if size != 1:
+                raise ConfigError(
+                    f"{f.name} is {size}: this version runs on one device, allowed is 1"
+                )
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """Which programs are compiled, and when."""
+
+    warmup: Literal["auto", "all", "lazy"] = setting(
+        "auto", "compile all buckets before ready, or each when first met; auto: all on a server"
+    )
+    compile_cache_dir: str | None = setting(
+        None, "where finished programs are kept (default: ~/.cache/jaxpaged; empty: nowhere)"
+    )
+    batch_buckets: tuple[int, ...] = setting(
+        (), "padded numbers of sequences (default: by platform)"
+    )
+    token_buckets: tuple[int, ...] = setting((), "padded numbers of tokens (default: by platform)")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an engine is started with."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    compile: CompileSettings = field(default_factory=CompileSettings)
+
+
+GROUPS = {
+    "model": ModelSettings,
+    "cache": CacheSettings,
+    "scheduler": SchedulerSettings,
+    "parallel": ParallelSettings,
+    "compile": CompileSettings,
+}
+
+
+def _check(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}, allowed are {low} to {high}")

@@ -1,0 +1,262 @@
+"""`AsyncLLM`: the engine in a thread of its own, its answers as async iterators."""
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from jaxpaged.config.settings import EngineConfig
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.request import Request, TokenEvent
+from jaxpaged.engine.assembler import Assembler
+from jaxpaged.engine.factory import EngineParts, build_engine
+from jaxpaged.engine.inputs import Prompt
+from jaxpaged.engine.llm import chat_template
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.errors import CapacityError, EngineStopped, QueueFull, RequestError
+from jaxpaged.metrics import EngineLoad, EngineMetrics
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+
+
+class AsyncLLM:
+    """Serves many callers of one event loop. Made outside the loop or in it; used in it."""
+
+    def __init__(self, parts: EngineParts):
+        self._parts, self._engine = parts, parts.engine
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._inboxes: dict[str, _Inbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, show_progress: bool = False) -> "AsyncLLM":
+        """Load everything and compile every bucket; ready when it returns."""
+        return cls(build_engine(config, warm=True, show_progress=show_progress))
+
+    @property
+    def parts(self) -> EngineParts:
+        return self._parts
+
+    @property
+    def tokenizer(self):
+        return self._parts.tokenizer
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self._engine.metrics
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine's state after its last step."""
+        return self._engine.metrics.load
+
+    @property
+    def vocab(self) -> int:
+        """Width of the logits: the bound of token ids."""
+        return self._parts.model.vocab
+
+    @property
+    def max_model_len(self) -> int:
+        return self._parts.model.max_len
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        settings = self._parts.config.model
+        return settings.served_model_name or (settings.model,)
+
+    @property
+    def is_running(self) -> bool:
+        return self._error is None and not self._closing and self._thread.is_alive()
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._inboxes)
+
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling fields that the model or the operator sets, by name."""
+        return dict(self._parts.default_sampling)
+
+    async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt, tokenised in a worker thread."""
+        if isinstance(prompt, str) and len(prompt) < 2048:
+            return self._parts.inputs.encode(prompt)
+        return await asyncio.to_thread(self._parts.inputs.encode, prompt)
+
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> dict[str, Any]:
+        """A conversation through the chat template, rendered and tokenised in a worker thread."""
+        template = chat_template(self._parts.template)
+
+        def render() -> dict[str, Any]:
+            text = template.render(messages, **options)
+            ids = self._parts.tokenizer.encode(text, add_special_tokens=False)
+            return {"prompt": text, "prompt_token_ids": ids}
+
+        return await asyncio.to_thread(render)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str = "",
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
+
+        Leaving the iterator for any reason aborts the request.
+
+        Raises:
+            RequestError: it can never be served.
+            QueueFull: too much waits; try again.
+            EngineStopped: the engine is gone.
+        """
+        text, ids = await self.encode(prompt)
+        request = self._parts.inputs.request(
+            ids,
+            sampling_params,
+            request_id=request_id or uuid.uuid4().hex,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self._check_capacity(len(ids))
+        if request.request_id in self._inboxes:
+            raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
+        self._loop = asyncio.get_running_loop()
+        inbox = self._inboxes[request.request_id] = _Inbox()
+        assembler = Assembler(request, text, self._parts.tokenizer)
+        try:
+            self._send(lambda: self._add(request))
+            while not assembler.is_finished:
+                parts = [assembler.add(event) for event in await inbox.take()]
+                output = assembler.output(parts)
+                if output is not None:
+                    yield output
+        finally:
+            self._inboxes.pop(request.request_id, None)
+            if not assembler.is_finished:
+                self._send(lambda: self._engine.abort(request.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its iterator ends with EngineStopped's text as finish reason abort."""
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:
+            inbox.fail(EngineStopped(f"request {request_id} was aborted"))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` in the engine's thread between two steps."""
+        self._send(function)
+
+    def close(self) -> None:
+        """Stop the thread after its present step and free the device."""
+        self._closing = True
+        with self._wake:
+            self._wake.notify()
+        self._thread.join()
+        self._engine.runner.close()
+
+    def _check_capacity(self, num_tokens: int) -> None:
+        if not self.is_running:
+            raise EngineStopped(f"the engine has stopped: {self._error or 'closed'}")
+        settings = self._parts.config.scheduler
+        waiting = self.load.num_waiting + len(self._commands)
+        most = settings.max_num_queued_reqs
+        if most is not None and waiting >= most:
+            raise QueueFull(
+                f"{waiting} requests wait, at most {most} may", retry_after_s=RETRY_AFTER_S
+            )
+        most = settings.max_num_queued_tokens
+        if most is not None:
+            queued = self._engine.scheduler.num_waiting_tokens
+            if queued + num_tokens > most and waiting:
+                raise QueueFull(
+                    f"{queued} prompt tokens wait, at most {most} may", retry_after_s=RETRY_AFTER_S
+                )
+
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except (RequestError, CapacityError) as error:
+            self._tell(lambda error=error: self._fail(request.request_id, error))
+
+    def _run(self) -> None:
+        """The engine's thread: commands, a step, its events; sleeps when there is nothing to do."""
+        try:
+            while not self._closing:
+                with self._wake:
+                    while not (self._commands or self._engine.has_work or self._closing):
+                        self._wake.wait()
+                while self._commands:
+                    self._commands.popleft()()
+                if self._engine.has_work and not self._closing:
+                    events = self._engine.step()
+                    if events:
+                        self._tell(lambda events=events: self._deliver(events))
+        except BaseException as error:
+            log.exception("the engine has stopped")
+            self._error = error
+            self._tell(self._fail_all)
+
+    def _tell(self, function: Callable[[], None]) -> None:
+        """Run `function` in the callers' event loop: one message a step."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is not None:
+                inbox.put(event)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:
+            inbox.fail(error)
+
+    def _fail_all(self) -> None:
+        for inbox in self._inboxes.values():
+            inbox.fail(EngineStopped(f"the engine has stopped: {self._error}"))
+
+
+class _Inbox:
+    """Events of one request on their way to its caller; both ends are in the event loop."""
+
+    def __init__(self):
+        self._events: list[TokenEvent] = []
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> list[TokenEvent]:
+        """All events that have come, at least one."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        if not events and self._error is not None:
+            self._arrived.set()
+            raise self._error
+        return events

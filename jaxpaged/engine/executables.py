@@ -1,0 +1,127 @@
+"""Finished programs on disk: loaded without tracing, lowering or compiling.
+
+JAX's serialised executables hold a pickle. This module reads only files that it wrote itself: the
+folder belongs to this user with mode 0700, and a file's SHA-256, kept beside it, is checked before
+a byte of it is interpreted. Whatever does not fit is compiled again, without a word to the user.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import pickle
+import platform
+import stat
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+import jaxpaged
+import pallas_kernels
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("arrays.py", "core/packing.py", "engine/step.py", "layers", "models")
+
+
+@dataclass(frozen=True)
+class ExecutableStore:
+    """Executables of one model on one device in `folder`; None keeps nothing.
+
+    `identity` names everything that the programs depend on besides their own name: model, pool,
+    device, versions and source.
+    """
+
+    folder: Path | None
+    identity: str
+
+    def load(self, name: str) -> Any | None:
+        """The compiled program called `name`, or None where there is none that can be trusted."""
+        if self.folder is None:
+            return None
+        path = self._path(name)
+        try:
+            _check_private(self.folder)
+            data = path.read_bytes()
+            digest, payload = data[:32], data[32:]
+            if not hmac.compare_digest(digest, hashlib.sha256(payload).digest()):
+                return None
+            return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # another machine's, a damaged one: compile instead
+            log.debug("executable %s not used: %s", path.name, error)
+            return None
+
+    def save(self, name: str, compiled: Any) -> None:
+        """Keep a compiled program; a full or read-only disk is no error."""
+        if self.folder is None:
+            return
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self.folder)
+            path = self._path(name)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_bytes(hashlib.sha256(payload).digest() + payload)
+            part.replace(path)
+        except (OSError, ValueError, pickle.PicklingError) as error:
+            log.warning("executable not kept in %s: %s", self.folder, error)
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        key = hashlib.sha256(f"{self.identity}\n{name}".encode()).hexdigest()[:40]
+        return self.folder / f"{key}.jaxexe"
+
+
+def default_cache_dir() -> Path:
+    """`jaxpaged` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "jaxpaged"
+
+
+def machine_identity() -> str:
+    """Versions, device, host processor and XLA settings that a finished program is bound to."""
+    device = jax.devices()[0]
+    client = device.client
+    return "\n".join(
+        [
+            f"python {sys.version_info[:2]} jax {jax.__version__} jaxlib {version('jaxlib')}",
+            f"{device.device_kind} x {len(jax.devices())} {client.platform_version}",
+            f"{platform.machine()} {_cpu_model()} {os.environ.get('XLA_FLAGS', '')}",
+            f"precision {jax.config.jax_default_matmul_precision}",
+            source_digest(),
+        ]
+    )
+
+
+def source_digest() -> str:
+    """SHA-256 of every source file that a step is traced from."""
+    digest = hashlib.sha256()
+    roots = [Path(pallas_kernels.__file__).parent]
+    roots += [Path(jaxpaged.__file__).parent / part for part in SOURCES]
+    for root in roots:
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cpu_model() -> str:
+    """Name and features of the host's processor, where the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = {line.split(":")[0].strip(): line for line in reversed(lines)}
+    return wanted.get("model name", "") + wanted.get("flags", "")
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(f"{folder} must belong to this user with mode 0700")

@@ -1,0 +1,284 @@
+"""Puts an engine together from its configuration, and says how long each part took."""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.settings import EngineConfig
+from jaxpaged.core.batch_builder import BatchBuilder
+from jaxpaged.core.buckets import Bucket, BucketLadder, default_ladder
+from jaxpaged.core.packing import PackedLayout
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, machine_identity
+from jaxpaged.engine.inputs import InputProcessor
+from jaxpaged.engine.memory import choose_num_pages, limit_device_memory, workspace_bytes
+from jaxpaged.engine.runner import Runner
+from jaxpaged.errors import ConfigError
+from jaxpaged.layers.attention import AttentionOp, paged_attention
+from jaxpaged.layers.sampling import LogitsProcessor
+from jaxpaged.metrics import EngineMetrics
+from jaxpaged.models.decoder import init_device_state
+from jaxpaged.text.templates import ChatTemplate
+from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.weights.loader import LoadedModel, load_model
+
+log = logging.getLogger(__name__)
+
+CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS = 8, 256
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 8192
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """A running engine and what its callers need beside it. `phases_s` are seconds by phase."""
+
+    engine: Engine
+    inputs: InputProcessor
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    model: ModelConfig
+    config: EngineConfig
+    default_sampling: dict[str, Any]
+    phases_s: dict[str, float]
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    attention: AttentionOp | None = None,
+    logits_processors: Mapping[str, LogitsProcessor] | None = None,
+    warm: bool = False,
+    show_progress: bool = False,
+) -> EngineParts:
+    """Load the model, size the page pool, prepare the programs.
+
+    Args:
+        attention: takes the place of paged attention in every layer; programs are then not kept on
+            disk, since a function has no name that outlives the process.
+        warm: compile every bucket now where `--warmup` is auto.
+
+    Raises:
+        ConfigError, WeightsError: nothing was started; the text says what to change.
+    """
+    phases: dict[str, float] = {}
+    limit_device_memory(config.cache.gpu_memory_utilization)
+    with _timed(phases, "device"):
+        platform = jax.default_backend()
+        dtype = _dtype(config.model.dtype, platform)
+    with _timed(phases, "weights"):
+        loaded = load_model(
+            config.model.model,
+            dtype=dtype,
+            load_format=config.model.load_format,
+            hf_overrides=config.model.hf_overrides,
+            revision=config.model.revision,
+            seed=config.model.seed,
+            attend=attention or paged_attention,
+        )
+    with _timed(phases, "tokenizer"):
+        tokenizer = load_tokenizer(config.model.tokenizer or loaded.path)
+        template = _template(config.model.chat_template, tokenizer)
+    with _timed(phases, "page pool"):
+        model, config = _fix_sizes(config, loaded.config, platform)
+        runner, parts = _device_side(config, model, loaded, dtype, attention, logits_processors)
+    if config.compile.warmup == "all" or (config.compile.warmup == "auto" and warm):
+        with _timed(phases, "programs"):
+            _warm_up(runner, parts.ladder, show_progress)
+    metrics = EngineMetrics(_served_name(config), model.max_len)
+    metrics.cache_config(
+        block_size=config.cache.page_size,
+        num_gpu_blocks=parts.scheduler.pool.num_pages,
+        cache_dtype=np.dtype(dtype).name,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+    )
+    engine = Engine(
+        runner,
+        parts.scheduler,
+        parts.builder,
+        parts.ladder,
+        tokenizer,
+        metrics,
+        max_in_flight=2 if config.scheduler.async_scheduling else 1,
+    )
+    inputs = InputProcessor(
+        tokenizer, model.vocab, model.max_len, config.model.seed, tuple(logits_processors or ())
+    )
+    log.info("ready: %s", ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()))
+    defaults = default_sampling_params(loaded.path, config)
+    return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases)
+
+
+@dataclass(frozen=True)
+class _HostSide:
+    scheduler: Scheduler
+    builder: BatchBuilder
+    ladder: BucketLadder
+
+
+def _device_side(
+    config: EngineConfig,
+    model: ModelConfig,
+    loaded: LoadedModel,
+    dtype: np.dtype,
+    attention: AttentionOp | None,
+    logits_processors: Mapping[str, LogitsProcessor] | None,
+) -> tuple[Runner, _HostSide]:
+    """The page pool on both sides, and the runner over it."""
+    cache, sched = config.cache, config.scheduler
+    max_num_seqs, budget = sched.max_num_seqs, sched.max_num_batched_tokens
+    assert max_num_seqs is not None
+    assert budget is not None
+    page_size = cache.page_size
+    workspace = workspace_bytes(model, dtype, budget, max_num_seqs)
+    num_pages = choose_num_pages(config, model, dtype, max_num_seqs, workspace)
+    model = _fit_max_len(config, model, num_pages)
+    pages_per_seq = -(-model.max_len // page_size)
+    pool = PagePool(num_pages, page_size)
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=model.max_len,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        long_prefill_token_threshold=sched.long_prefill_token_threshold,
+        reserve_full_prompt=sched.scheduler_reserve_full_isl,
+    )
+    scheduler = Scheduler(limits, pool, PrefixCache(pool))
+    processors = dict(logits_processors or {})
+    bits = {name: bit for bit, name in enumerate(processors)}
+    builder = BatchBuilder(pages_per_seq, page_size, max_num_seqs, model.vocab, bits)
+    ladder = _ladder(config, max_num_seqs, budget)
+    is_cacheable = attention is None and not processors and config.compile.compile_cache_dir != ""
+    folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
+    runner = Runner(
+        model,
+        loaded.graphdef,
+        loaded.params,
+        init_device_state(model, num_pages, page_size, max_num_seqs, dtype),
+        lambda bucket: PackedLayout(bucket, pages_per_seq, model.vocab),
+        tuple(processors.values()),
+        ExecutableStore(folder, f"{model}\n{num_pages} x {page_size}\n{machine_identity()}"),
+    )
+    return runner, _HostSide(scheduler, builder, ladder)
+
+
+def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
+    """Sampling fields from the model's generation_config.json and the operator's override."""
+    found: dict[str, Any] = {}
+    file = path / "generation_config.json"
+    if config.model.generation_config == "auto" and file.is_file():
+        given = json.loads(file.read_text(encoding="utf-8"))
+        found = {key: given[key] for key in SAMPLING_KEYS if given.get(key) is not None}
+        if given.get("max_new_tokens"):
+            found["max_tokens"] = given["max_new_tokens"]
+    found |= config.model.override_generation_config
+    SamplingParams(**found)  # refuses nonsense now rather than at the first request
+    return found
+
+
+def _warm_up(runner: Runner, ladder: BucketLadder, show_progress: bool) -> None:
+    buckets: list[Bucket] = ladder.all_buckets()
+    with tqdm(total=len(buckets), desc="programs", disable=not show_progress) as bar:
+
+        def notice(done: int, total: int) -> None:
+            bar.total, bar.n = total, done
+            bar.refresh()
+
+        runner.warm_up(buckets, notice)
+
+
+def _fix_sizes(
+    config: EngineConfig, model: ModelConfig, platform: str
+) -> tuple[ModelConfig, EngineConfig]:
+    """Fill in what was left to us, by platform."""
+    is_cpu = platform == "cpu"
+    max_num_seqs = config.scheduler.max_num_seqs or (
+        CPU_MAX_NUM_SEQS if is_cpu else GPU_MAX_NUM_SEQS
+    )
+    budget = config.scheduler.max_num_batched_tokens
+    budget = budget or max(CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS, max_num_seqs)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {budget}, under max_num_seqs of {max_num_seqs}: a step "
+            "must hold a token of each running sequence; raise one or lower the other"
+        )
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > model.max_len:
+        raise ConfigError(
+            f"max_model_len is {wanted}, over the {model.max_len} positions of the model: lower it"
+        )
+    if wanted is not None and wanted > 0:
+        model = dataclasses.replace(model, max_len=wanted)
+    scheduler = dataclasses.replace(
+        config.scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+    return model, dataclasses.replace(config, scheduler=scheduler)
+
+
+def _fit_max_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> ModelConfig:
+    """The context that the pool holds, where it is less than the model's and may be shortened."""
+    fits = (num_pages - 1) * config.cache.page_size
+    if fits >= model.max_len or config.cache.num_gpu_blocks_override is not None:
+        return model
+    if config.model.max_model_len is not None and config.model.max_model_len != -1:
+        raise ConfigError(
+            f"max_model_len is {model.max_len} and the page pool holds {fits} tokens: lower "
+            "--max-model-len, or raise --gpu-memory-utilization or --cpu-kvcache-space"
+        )
+    log.warning("context shortened from %d to the %d tokens that fit", model.max_len, fits)
+    return dataclasses.replace(model, max_len=fits)
+
+
+def _ladder(config: EngineConfig, max_num_seqs: int, budget: int) -> BucketLadder:
+    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    ladder = default_ladder(platform, max_num_seqs, budget)
+    if config.compile.batch_buckets:
+        ladder = dataclasses.replace(ladder, seq_buckets=config.compile.batch_buckets)
+    if config.compile.token_buckets:
+        ladder = dataclasses.replace(ladder, token_buckets=config.compile.token_buckets)
+    return ladder
+
+
+def _template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if path is None:
+        return tokenizer.chat_template
+    try:
+        return ChatTemplate(Path(path).read_text(encoding="utf-8"), tokenizer.special_tokens)
+    except OSError as error:
+        raise ConfigError(f"chat_template {path} cannot be read: {error.strerror}") from error
+
+
+def _dtype(name: str, platform: str) -> np.dtype:
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _served_name(config: EngineConfig) -> str:
+    return (
+        config.model.served_model_name[0] if config.model.served_model_name else config.model.model
+    )
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    phases[name] = time.monotonic() - start

@@ -1,0 +1,140 @@
+"""From what a caller gives to a Request: encode, bound, fill in defaults, refuse."""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
+from jaxpaged.core.request import Request
+from jaxpaged.errors import PromptTooLong, RequestError
+from jaxpaged.text.tokenizer import Tokenizer
+
+type Prompt = str | Sequence[int] | Mapping[str, Any]
+
+WORD_MASK = 2**64 - 1
+
+
+class InputProcessor:
+    """Makes requests that the scheduler can trust: every id, length and name is checked here.
+
+    Args:
+        vocab: width of the logits, the bound of every token id.
+        max_len: longest sequence in tokens.
+        seed: start of the counter for requests without a seed.
+        processor_names: logits processors that a request may name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab: int,
+        max_len: int,
+        seed: int,
+        processor_names: Sequence[str],
+    ):
+        self.tokenizer, self.vocab, self.max_len = tokenizer, vocab, max_len
+        self._processor_names = frozenset(processor_names)
+        self._seeds = itertools.count(seed)
+        self._ids = itertools.count()
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it has one, and its token ids.
+
+        Raises:
+            RequestError: neither text nor ids; an id that is no token.
+        """
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), self._checked(prompt["prompt_token_ids"])
+            if isinstance(prompt.get("prompt"), str):
+                return self.encode(prompt["prompt"])
+            raise RequestError(
+                "a prompt object needs 'prompt' (text) or 'prompt_token_ids'", param="prompt"
+            )
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
+        if isinstance(prompt, Sequence):
+            return None, self._checked(prompt)
+        raise RequestError(
+            f"prompt is {type(prompt).__name__}: give text or a list of token ids", param="prompt"
+        )
+
+    def request(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Check everything against this model and fix seed, length and banned words.
+
+        Raises:
+            RequestError: what this model can never serve.
+        """
+        if not token_ids:
+            raise RequestError("prompt is empty: it needs at least one token", param="prompt")
+        check_token_ids(params, self.vocab)
+        unknown = set(params.logits_processors or ()) - self._processor_names
+        if unknown:
+            raise RequestError(
+                f"logits_processors names {sorted(unknown)}, known are "
+                f"{sorted(self._processor_names)}",
+                param="logits_processors",
+            )
+        words, runs = self._bad_words(params)
+        stops = (*self.tokenizer.eos_token_ids, *(params.stop_token_ids or ()))
+        if len(params.logit_bias or ()) + len(words) + len(runs) + len(stops) > MAX_BIASES:
+            raise RequestError(
+                f"logit_bias, bad_words and stop_token_ids have over {MAX_BIASES} ids together",
+                param="logit_bias",
+            )
+        seed = params.seed if params.seed is not None else next(self._seeds)
+        return Request(
+            request_id=request_id or f"request-{next(self._ids)}",
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            max_tokens=self._max_tokens(len(token_ids), params),
+            seed=seed & WORD_MASK,
+            arrival_time=time.monotonic(),
+            eos_token_ids=frozenset(self.tokenizer.eos_token_ids),
+            priority=priority,
+            cache_salt=cache_salt,
+            banned_ids=words,
+            banned_runs=runs,
+        )
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        room = self.max_len - prompt_len
+        wanted = max(1, room) if params.max_tokens is None else params.max_tokens
+        if wanted > room:
+            raise PromptTooLong(prompt_len, wanted, self.max_len)
+        if params.min_tokens > wanted:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, over the {wanted} that fit: lower it",
+                param="min_tokens",
+            )
+        return wanted
+
+    def _checked(self, ids: Any) -> list[int]:
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+            raise RequestError("prompt is no list of token ids", param="prompt")
+        check_ids("prompt", ids, self.vocab)
+        return list(ids)
+
+    def _bad_words(
+        self, params: SamplingParams
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Banned single ids and banned runs: each word as it stands and after a space."""
+        words: set[int] = set()
+        runs: set[tuple[int, ...]] = set()
+        for word in params.bad_words or ():
+            for form in (word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(form, add_special_tokens=False))
+                if len(ids) == 1:
+                    words.add(ids[0])
+                elif ids:
+                    runs.add(ids)
+        return tuple(sorted(words)), tuple(sorted(runs))

@@ -1,0 +1,231 @@
+"""`LLM`: vLLM's offline interface over one engine, driven by the calling thread."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from jaxpaged.arrays import Params
+from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.flags import config_from_keywords
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.request import Request
+from jaxpaged.engine.assembler import Assembler
+from jaxpaged.engine.factory import EngineParts, build_engine
+from jaxpaged.engine.inputs import Prompt
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.errors import EngineStopped, RequestError
+from jaxpaged.layers.attention import AttentionOp
+from jaxpaged.layers.sampling import LogitsProcessor
+from jaxpaged.text.templates import ChatTemplate
+from jaxpaged.text.tokenizer import Tokenizer
+
+type Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model that continues prompts, many at once.
+
+    Args:
+        model: directory, GGUF file or hub id.
+        attention: `attend(q, pages, batch, *, spec)` in place of paged attention.
+        logits_processors: named traceable functions `(logits, state) -> logits`, which a request
+            switches on by name in `SamplingParams.logits_processors`.
+        settings: any setting by its name (`max_model_len=2048`, `block_size=16`, ...).
+
+    Raises:
+        ConfigError, WeightsError: nothing was started.
+
+    Use it as a context manager, or call `close()`, to give the device's memory back.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        attention: AttentionOp | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        **settings: Any,
+    ):
+        config = config_from_keywords(model=str(model), **settings)
+        self._parts: EngineParts | None = build_engine(
+            config, attention=attention, logits_processors=logits_processors
+        )
+
+    @classmethod
+    def from_parts(cls, parts: EngineParts) -> Self:
+        """An LLM over an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._parts = parts
+        return llm
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def parts(self) -> EngineParts:
+        """The engine and what belongs to it, for inspection."""
+        if self._parts is None:
+            raise EngineStopped("this LLM is closed")
+        return self._parts
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.parts.model
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.parts.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults with the model's generation_config.json over them."""
+        return SamplingParams(**self.parts.default_sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results stand in the order of the prompts.
+
+        Args:
+            prompts: text, a list of token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a
+                list of these.
+            sampling_params: for all, or one a prompt.
+
+        Raises:
+            RequestError: a prompt that cannot be served; none is started then.
+        """
+        many = _as_list(prompts)
+        params = self._params_for(many, sampling_params)
+        inputs = self.parts.inputs
+        jobs: list[tuple[str | None, Request]] = []
+        for prompt, one in zip(many, params, strict=True):
+            text, ids = inputs.encode(prompt)
+            jobs.append((text, inputs.request(ids, one)))
+        done: dict[str, RequestOutput] = {}
+        with tqdm(total=len(jobs), desc="prompts", unit="", disable=not use_tqdm) as bar:
+            num_tokens = 0
+            for output in self.run(jobs, max_inflight=len(jobs)):
+                done[output.request_id] = output
+                num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+                bar.update()
+                bar.set_postfix(tokens=num_tokens)
+        return [done[request.request_id] for _, request in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else messages
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Any, **options: Any) -> dict[str, Any]:
+        """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""
+        text = chat_template(self.parts.template).render(messages, **options)
+        # the template writes the special tokens itself, BOS included
+        ids = self.parts.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def run(
+        self, jobs: Iterable[tuple[str | None, Request]], *, max_inflight: int
+    ) -> Iterator[RequestOutput]:
+        """Run requests as they come, at most `max_inflight` at once; yields each when it is done.
+
+        Leaving the iterator early aborts what still runs.
+        """
+        engine, waiting = self.parts.engine, iter(jobs)
+        open_requests: dict[str, Assembler] = {}
+        more = True
+        try:
+            while more or open_requests:
+                while more and len(open_requests) < max_inflight:
+                    job = next(waiting, None)
+                    more = job is not None
+                    if job is not None:
+                        text, request = job
+                        engine.add(request)
+                        open_requests[request.request_id] = Assembler(
+                            request, text, self.parts.tokenizer
+                        )
+                for event in engine.step():
+                    assembler = open_requests[event.request_id]
+                    assembler.add(event)
+                    if assembler.is_finished:
+                        del open_requests[event.request_id]
+                        yield assembler.whole()
+        finally:
+            for request_id in open_requests:
+                engine.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages that no sequence holds."""
+        self.parts.engine.scheduler.cache.reset()
+
+    def update_params(self, params: Params) -> None:
+        """Serve other weights from the next step on; cached pages are forgotten."""
+        self.parts.engine.runner.update_params(params)
+        self.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the page pool and the weights. XLA keeps the memory for later JAX work here."""
+        if self._parts is not None:
+            self._parts.engine.runner.close()
+            self._parts = None
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * len(prompts)
+        if len(given) != len(prompts):
+            raise RequestError(
+                f"{len(given)} sampling_params for {len(prompts)} prompts: give one each"
+            )
+        return given
+
+
+def chat_template(template: ChatTemplate | None) -> ChatTemplate:
+    """The template, or a refusal that says what to do."""
+    if template is None:
+        raise RequestError(
+            "this model has no chat template: use completions, or start with --chat-template FILE",
+            param="messages",
+        )
+    return template
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    is_ids = len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+    return [prompts] if is_ids else list(prompts)

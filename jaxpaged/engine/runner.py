@@ -1,0 +1,216 @@
+"""The runner owns the device: weights, page pool, compiled steps. It alone knows both sides."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpaged.arrays import DeviceState, Params
+from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.packing import HostBatch, PackedLayout
+from jaxpaged.engine.executables import ExecutableStore
+from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, make_step, reset_counts
+from jaxpaged.errors import InvariantError
+from jaxpaged.layers.sampling import TOP_LOGPROBS, LogitsProcessor
+
+log = logging.getLogger(__name__)
+
+RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step as NumPy. The last five are empty for samplers without logprobs."""
+
+    token_ids: np.ndarray  # i32[seqs]
+    logprobs: np.ndarray  # f32[seqs]
+    is_finite: np.ndarray  # bool[seqs]
+    target_logprobs: np.ndarray  # f32[logits]
+    ranks: np.ndarray  # i32[logits]
+    top_ids: np.ndarray  # i32[logits, 20]
+    top_logprobs: np.ndarray  # f32[logits, 20]
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the device is computing, or has computed."""
+
+    bucket: Bucket
+    words: jax.Array
+
+
+class Runner:
+    """Runs built batches on one device, in the order given. Used by one thread at a time.
+
+    Args:
+        params: the decoder's weights on the device.
+        state: the page pool and what else changes; owned by the runner from here on.
+        layout_of: the packed layout of a bucket.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        graphdef: nnx.GraphDef,
+        params: Params,
+        state: DeviceState,
+        layout_of: Callable[[Bucket], PackedLayout],
+        processors: tuple[LogitsProcessor, ...],
+        store: ExecutableStore,
+    ):
+        self.model, self.params = model, params
+        self._graphdef, self._state = graphdef, state
+        self._layout_of, self._processors, self._store = layout_of, processors, store
+        self._steps: dict[Bucket, Any] = {}
+        self._resets: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self.num_compilations = 0
+        self.num_loaded = 0
+
+    @property
+    def state(self) -> DeviceState:
+        return self._state
+
+    def warm_up(self, buckets: Iterable[Bucket], notice: Callable[[int, int], None]) -> None:
+        """Load or compile every bucket, in parallel; `notice(done, total)` after each."""
+        jobs = [partial(self._step, bucket) for bucket in buckets]
+        jobs += [partial(self._reset, length) for length in self._reset_lengths()]
+        with ThreadPoolExecutor(_num_compile_threads()) as pool:
+            for done, future in enumerate([pool.submit(job) for job in jobs], 1):
+                future.result()
+                notice(done, len(jobs))
+
+    def dispatch(self, batch: HostBatch) -> PendingStep:
+        """Start a step; returns at once where the device computes asynchronously."""
+        packed = jax.device_put(batch.packed)
+        self._state, words = self._step(batch.bucket)(self.params, self._state, packed)
+        words.copy_to_host_async()
+        return PendingStep(batch.bucket, words)
+
+    def read(self, pending: PendingStep) -> StepResult:
+        """Wait for a step and take its result apart."""
+        words = np.asarray(pending.words)
+        seqs = pending.bucket.num_seqs
+        head, tail = (
+            words[: seqs * STEP_WORDS].reshape(seqs, STEP_WORDS),
+            words[seqs * STEP_WORDS :],
+        )
+        top = tail.reshape(-1, TOP_WORDS)
+        first, last = slice(2, 2 + TOP_LOGPROBS), slice(2 + TOP_LOGPROBS, None)
+        return StepResult(
+            head[:, 0],
+            head[:, 1].copy().view(np.float32),
+            head[:, 2] != 0,
+            top[:, 0].copy().view(np.float32),
+            top[:, 1],
+            top[:, first],
+            np.ascontiguousarray(top[:, last]).view(np.float32),
+        )
+
+    def set_history(self, slot: int, token_ids: tuple[int, ...], num_prompt_tokens: int) -> None:
+        """Tell the penalties what the sequence in `slot` holds so far."""
+        length = next(n for n in self._reset_lengths() if n >= len(token_ids))
+        padded = np.zeros(length, np.int32)
+        padded[: len(token_ids)] = token_ids
+        scalars = [np.int32(n) for n in (num_prompt_tokens, len(token_ids))]
+        counts = self._reset(length)(self._state.output_counts, np.int32(slot), padded, *scalars)
+        self._state = replace(self._state, output_counts=counts)
+
+    def update_params(self, params: Params) -> None:
+        """Put other weights of the same shapes and types in place of the present ones.
+
+        Raises:
+            InvariantError: the trees differ; the first difference is named.
+        """
+        wanted = jax.tree.map(lambda x: (x.shape, x.dtype), self.params)
+        given = jax.tree.map(lambda x: (x.shape, x.dtype), params)
+        for (path, want), (_, got) in zip(
+            jax.tree.leaves_with_path(wanted, is_leaf=_is_shape),
+            jax.tree.leaves_with_path(given, is_leaf=_is_shape),
+            strict=True,
+        ):
+            if want != got:
+                raise InvariantError(
+                    f"update_params: {jax.tree_util.keystr(path)} is {got}, must be {want}"
+                )
+        self.params = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding), params, self.params
+        )
+
+    def close(self) -> None:
+        """Give the device's memory back to XLA's allocator (which keeps it for this process)."""
+        for leaf in jax.tree.leaves((self.params, self._state)):
+            leaf.delete()
+        self._steps.clear()
+        self._resets.clear()
+
+    def _step(self, bucket: Bucket) -> Any:
+        compiled = self._steps.get(bucket)
+        if compiled is None:
+            layout = self._layout_of(bucket)
+            compiled = self._compile(
+                f"step {bucket} {layout.pages_per_seq}",
+                lambda: jax.jit(
+                    make_step(self._graphdef, layout, self._processors), donate_argnums=1
+                ).lower(_shapes(self.params), _shapes(self._state), _int32(layout.size)),
+            )
+            self._steps[bucket] = compiled
+        return compiled
+
+    def _reset(self, length: int) -> Any:
+        compiled = self._resets.get(length)
+        if compiled is None:
+            counts = _shapes(self._state.output_counts)
+            compiled = self._compile(
+                f"reset {length}",
+                lambda: jax.jit(reset_counts, donate_argnums=0).lower(
+                    counts, _int32(), _int32(length), _int32(), _int32()
+                ),
+            )
+            self._resets[length] = compiled
+        return compiled
+
+    def _reset_lengths(self) -> list[int]:
+        longest = self.model.max_len
+        return [*(n for n in RESET_LENGTHS if n < longest), longest]
+
+    def _compile(self, name: str, lower: Callable[[], Any]) -> Any:
+        compiled = self._store.load(name)
+        if compiled is not None:
+            with self._lock:
+                self.num_loaded += 1
+            return compiled
+        start = time.monotonic()
+        compiled = lower().compile()
+        with self._lock:
+            self.num_compilations += 1
+        log.debug("compiled %s in %.1f s", name, time.monotonic() - start)
+        self._store.save(name, compiled)
+        return compiled
+
+
+def _num_compile_threads() -> int:
+    return min(16, len(os.sched_getaffinity(0)))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple)

@@ -1,0 +1,107 @@
+"""From logits to token ids, on the device.
+
+Order as in vLLM: allowed ids and biases, penalties, named processors, temperature, min-p, top-k and
+top-p, then one draw by Gumbel noise whose key depends on seed, choice and place alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int16, Int32
+
+from jaxpaged.arrays import LogitEdits, SamplingBatch, TopLogprobs
+from pallas_kernels.sampling import filter_logits, rank_of, top_n_logprobs
+
+GREEDY_BELOW = 1e-5  # a temperature under this picks the largest logit
+TOP_LOGPROBS = 20
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ProcessorState:
+    """What a named logits processor may look at, one row a sequence."""
+
+    output_counts: Int32[Array, "seqs vocab"]  # how often each token was sampled
+    in_prompt: Bool[Array, "seqs vocab"]
+    position: Int32[Array, " seqs"]  # place of the token to be sampled
+
+
+type LogitsProcessor = Callable[
+    [Float[Array, "seqs vocab"], ProcessorState], Float[Array, "seqs vocab"]
+]
+"""A traceable function over all rows; it is applied to those that name it."""
+
+
+def row_keys(sampling: SamplingBatch) -> Array:
+    """One key a row: fold choice and position into the key of both seed words."""
+
+    def one_row(seed, choice, position):
+        key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+        return jax.random.fold_in(jax.random.fold_in(key, choice), position)
+
+    return jax.vmap(one_row)(sampling.seed, sampling.choice, sampling.position)
+
+
+def pick_greedy(logits: Float[Array, "seqs vocab"]) -> Int32[Array, " seqs"]:
+    """The largest logit of each row; of equal ones the lowest id."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def pick(logits: Float[Array, "seqs vocab"], sampling: SamplingBatch) -> Int32[Array, " seqs"]:
+    """Sample every row by its own temperature, top-k, top-p, min-p and key."""
+    is_greedy = sampling.temperature < GREEDY_BELOW
+    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    kept = filter_logits(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+    vocab = logits.shape[-1]
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(row_keys(sampling))
+    # a row whose logits are NaN must still give a token id inside the vocabulary
+    return jnp.where(is_greedy, pick_greedy(logits), pick_greedy(kept + noise))
+
+
+def edit_logits(
+    logits: Float[Array, "seqs vocab"],
+    counts: Int16[Array, "seqs vocab"],
+    position: Int32[Array, " seqs"],
+    edits: LogitEdits,
+    processors: tuple[LogitsProcessor, ...],
+) -> Float[Array, "seqs vocab"]:
+    """Apply masks, biases, penalties and processors; `counts` are rows of `output_counts`."""
+    vocab = logits.shape[-1]
+    token = jnp.arange(vocab)
+    words = edits.mask[:, token // 32]
+    allowed = (words >> (token % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1) != 0
+    logits = jnp.where(allowed, logits, -jnp.inf)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    logits = logits.at[rows, edits.bias_ids].add(edits.bias_values, mode="drop")
+
+    sampled = (counts >> 1).astype(jnp.int32)
+    seen = counts > 0
+    repetition = edits.repetition_penalty[:, None]
+    penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(seen, penalised, logits)
+    logits = logits - edits.frequency_penalty[:, None] * sampled.astype(jnp.float32)
+    logits = logits - edits.presence_penalty[:, None] * (sampled > 0).astype(jnp.float32)
+
+    for bit, processor in enumerate(processors):
+        state = ProcessorState(sampled, (counts & 1) != 0, position)
+        wanted = (edits.processors >> bit) & 1 != 0
+        logits = jnp.where(wanted[:, None], processor(logits, state), logits)
+    return logits
+
+
+def token_logprobs(
+    logits: Float[Array, "rows vocab"], token_ids: Int32[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """Natural log-probability of one token a row, from the logits as the model made them."""
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def score(logits: Float[Array, "rows vocab"], targets: Int32[Array, " rows"]) -> TopLogprobs:
+    """Logprob and rank of one token a row, and the likeliest 20."""
+    top_ids, top_logprobs = top_n_logprobs(logits, TOP_LOGPROBS)
+    return TopLogprobs(
+        token_logprobs(logits, targets), rank_of(logits, targets), top_ids, top_logprobs
+    )

@@ -1,0 +1,166 @@
+"""What the engine tells about itself, under vLLM's metric names, in Prometheus' types.
+
+Written by the engine's thread, read by whoever scrapes; prometheus-client locks each value. Each
+engine has a registry of its own. Lengths are in tokens, times in seconds.
+"""
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+TIMES = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+LONG_TIMES = (*TIMES, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+FIRST_TOKEN_TIMES = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_TIMES = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class FinishedSequence:
+    """What is observed once a sequence is done. Times are None for one that never ran."""
+
+    reason: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    e2e_s: float
+    queue_s: float | None
+    first_token_s: float | None  # from arrival
+    prefill_s: float | None  # from first scheduled to first token
+    decode_s: float | None  # from first token to last
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The engine's state after a step."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # 0 to 1
+    num_preemptions: int  # since start, like the next two
+    prefix_queries: int
+    prefix_hits: int
+    num_compilations: int
+
+
+class EngineMetrics:
+    """All metrics of one engine. `load` is also the last state as plain numbers."""
+
+    def __init__(self, model_name: str, max_model_len: int):
+        self.registry = CollectorRegistry()
+        self.load = EngineLoad(0, 0, 0.0, 0, 0, 0, 0)
+        self._labels = {"model_name": model_name, "engine": "0"}
+        lengths = _one_two_five(max_model_len)
+        self._running = self._gauge("num_requests_running", "sequences in steps")
+        self._waiting = self._gauge("num_requests_waiting", "sequences waiting")
+        self._usage = self._gauge("kv_cache_usage_perc", "share of pages held, 0 to 1")
+        self._compilations = self._gauge(
+            "num_compilations", "programs compiled since start", prefix="jaxpaged"
+        )
+        self._preemptions = self._counter("num_preemptions", "preemptions")
+        self._queries = self._counter("prefix_cache_queries", "prompt tokens looked up")
+        self._hits = self._counter("prefix_cache_hits", "prompt tokens found")
+        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens computed or found")
+        self._output_tokens = self._counter("generation_tokens", "tokens sampled")
+        self._corrupted = self._counter("corrupted_requests", "requests whose logits broke")
+        self._success = Counter(
+            "vllm:request_success",
+            "finished sequences by reason",
+            [*self._labels, "finished_reason"],
+            registry=self.registry,
+        )
+        self._step_tokens = self._histogram("iteration_tokens_total", "tokens a step", STEP_TOKENS)
+        self._first = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_TIMES)
+        self._between = self._histogram("inter_token_latency_seconds", "", TOKEN_TIMES)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "mean of a request", TOKEN_TIMES
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "", LONG_TIMES)
+        self._queue = self._histogram("request_queue_time_seconds", "", LONG_TIMES)
+        self._prefill = self._histogram("request_prefill_time_seconds", "", LONG_TIMES)
+        self._decode = self._histogram("request_decode_time_seconds", "", LONG_TIMES)
+        self._inference = self._histogram("request_inference_time_seconds", "", LONG_TIMES)
+        self._prompt_lens = self._histogram("request_prompt_tokens", "", lengths)
+        self._output_lens = self._histogram("request_generation_tokens", "", lengths)
+        self._max_tokens = self._histogram("request_params_max_tokens", "", lengths)
+
+    def cache_config(self, **fields: object) -> None:
+        """Publish the pool's settings as labels of `vllm:cache_config_info`."""
+        names = {name: str(value) for name, value in fields.items()} | {"engine": "0"}
+        info = Gauge("vllm:cache_config_info", "page pool", list(names), registry=self.registry)
+        info.labels(**names).set(1)
+
+    def prompt_added(self, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
+
+    def step_started(self, num_tokens: int) -> None:
+        self._step_tokens.observe(num_tokens)
+
+    def step_ended(self, num_new_tokens: int, load: EngineLoad) -> None:
+        """Count what a step gave and publish the state after it."""
+        before, self.load = self.load, load
+        self._output_tokens.inc(num_new_tokens)
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        self._usage.set(load.kv_cache_usage)
+        self._compilations.set(load.num_compilations)
+        self._preemptions.inc(load.num_preemptions - before.num_preemptions)
+        self._queries.inc(load.prefix_queries - before.prefix_queries)
+        self._hits.inc(load.prefix_hits - before.prefix_hits)
+
+    def token_gap(self, seconds: float) -> None:
+        self._between.observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        self._first.observe(seconds)
+
+    def corrupted(self) -> None:
+        self._corrupted.inc()
+
+    def finished(self, done: FinishedSequence) -> None:
+        """Observe a sequence's whole life."""
+        self._success.labels(**self._labels, finished_reason=done.reason).inc()
+        self._e2e.observe(done.e2e_s)
+        self._prompt_lens.observe(done.num_prompt_tokens)
+        self._output_lens.observe(done.num_output_tokens)
+        self._max_tokens.observe(done.max_tokens)
+        if done.queue_s is not None:
+            self._queue.observe(done.queue_s)
+        if done.prefill_s is not None and done.decode_s is not None:
+            self._prefill.observe(done.prefill_s)
+            self._decode.observe(done.decode_s)
+            self._inference.observe(done.prefill_s + done.decode_s)
+            if done.num_output_tokens > 1:
+                self._per_token.observe(done.decode_s / (done.num_output_tokens - 1))
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, help: str, prefix: str = "vllm") -> Gauge:
+        gauge = Gauge(f"{prefix}:{name}", help, list(self._labels), registry=self.registry)
+        return gauge.labels(**self._labels)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(f"vllm:{name}", help, list(self._labels), registry=self.registry)
+        return counter.labels(**self._labels)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        names = list(self._labels)
+        whole = Histogram(f"vllm:{name}", help, names, buckets=buckets, registry=self.registry)
+        return whole.labels(**self._labels)
+
+
+def _one_two_five(limit: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, ... up to `limit`."""
+    values, ten = [], 1
+    while ten <= limit:
+        values += [ten * m for m in (1, 2, 5) if ten * m <= limit]
+        ten *= 10
+    return tuple(values)
