@@ -14,6 +14,9 @@ class PlannedRow:
     start: int  # num_computed_tokens before the step
     q_len: int
     samples: bool  # the row reaches its last known token, so what it samples is kept
+    num_preemptions: int = (
+        0  # of the sequence at planning; more at commit means that its pages are gone
+    )
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class StepPlan:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return any(
-            row.seq.request.params.prompt_logprobs is not None and row.start < row.seq.num_prompt_tokens - 1
+            row.seq.request.params.prompt_logprobs is not None
+            and row.start < row.seq.num_prompt_tokens - 1
             for row in self.rows
         )
 

@@ -36,8 +36,12 @@ class Sequence:
     token_ids: list[int]  # the prompt, then everything sampled and read
     num_prompt_tokens: int
     page_ids: list[int] = field(default_factory=list)
-    page_hashes: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as known
-    num_computed_tokens: int = 0  # leading tokens whose KV is in pages, or will be after steps in flight
+    page_hashes: list[bytes] = field(
+        default_factory=list
+    )  # of the leading full pages, as far as known
+    num_computed_tokens: int = (
+        0  # leading tokens whose KV is in pages, or will be after steps in flight
+    )
     num_in_flight: int = 0
     state: SeqState = SeqState.WAITING
     slot: int | None = None  # row in DeviceState while RUNNING
@@ -47,6 +51,8 @@ class Sequence:
     stop_reason: int | str | None = None
     first_scheduled_time: float | None = None  # seconds, monotonic
     first_token_time: float | None = None
+    num_registered_pages: int = 0  # leading pages whose content the prefix cache has seen
+    prefix_id: int = 0  # the prefix cache's name for the content of those pages
 
     @property
     def num_known_tokens(self) -> int:

@@ -1,0 +1,105 @@
+"""Host time of one step: planning, choosing a bucket, building the batch, committing.
+
+    python benchmarks/scheduler_speed.py [--seqs 256 1024] [--steps 200]
+
+Prints the median and the least of each part in microseconds, for running decodes one step ahead of
+the device, and the time to hash a long prompt.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+from jaxpaged.core.batch_builder import BatchBuilder
+from jaxpaged.core.buckets import default_ladder
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.plan import StepPlan
+from jaxpaged.core.prefix_cache import PrefixCache, page_hashes
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
+from jaxpaged.core.sequence import Sequence
+
+VOCAB = 128256
+PAGE_SIZE = 16
+MAX_LEN = 4096
+PROMPT_LEN = 128
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=2048),
+    "sampled": SamplingParams(temperature=0.7, top_p=0.9, max_tokens=2048),
+    "penalties": SamplingParams(presence_penalty=0.5, max_tokens=2048),
+}
+
+
+def sequence(seq_id: int, params: SamplingParams) -> Sequence:
+    prompt = [(seq_id * 7919 + i) % VOCAB for i in range(PROMPT_LEN)]
+    request = Request(
+        request_id=str(seq_id),
+        prompt_token_ids=tuple(prompt),
+        params=params,
+        max_tokens=params.max_tokens or 1,
+        seed=seq_id,
+        arrival_time=0.0,
+        eos_token_ids=frozenset({2}),
+    )
+    return Sequence(seq_id, request, 0, prompt, PROMPT_LEN)
+
+
+def time_steps(num_seqs: int, params: SamplingParams, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of each part, step by step, once all sequences decode."""
+    pool = PagePool(num_seqs * MAX_LEN // PAGE_SIZE + 1, PAGE_SIZE)
+    limits = SchedulerLimits(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=8192,
+        max_model_len=MAX_LEN,
+        enable_prefix_caching=True,
+        long_prefill_token_threshold=0,
+        reserve_full_prompt=True,
+    )
+    scheduler = Scheduler(limits, pool, PrefixCache(pool))
+    builder = BatchBuilder(MAX_LEN // PAGE_SIZE, PAGE_SIZE, num_seqs, VOCAB, {})
+    ladder = default_ladder("gpu", num_seqs, 8192)
+    for seq_id in range(num_seqs):
+        scheduler.add(sequence(seq_id, params))
+    times: dict[str, list[float]] = {"schedule": [], "choose": [], "build": [], "commit": []}
+    ahead = StepPlan(())
+    while len(times["commit"]) < num_steps:
+        plan, plan_s = timed(scheduler.schedule)
+        bucket, choose_s = timed(lambda plan=plan: ladder.choose(plan))
+        _, build_s = timed(lambda plan=plan, bucket=bucket: builder.build(plan, bucket))
+        sampled = [11 if row.samples else None for row in ahead.rows]
+        _, commit_s = timed(lambda ahead=ahead, sampled=sampled: scheduler.commit(ahead, sampled))
+        if ahead.num_tokens == len(ahead.rows) == num_seqs:
+            for name, seconds in zip(times, (plan_s, choose_s, build_s, commit_s), strict=True):
+                times[name].append(seconds)
+        ahead = plan
+    return times
+
+
+def timed[T](call: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seqs", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    for num_seqs in args.seqs:
+        for kind, params in KINDS.items():
+            times = time_steps(num_seqs, params, args.steps)
+            total = [sum(parts) for parts in zip(*times.values(), strict=True)]
+            for name, seconds in [*times.items(), ("all", total)]:
+                median, least = statistics.median(seconds) * 1e6, min(seconds) * 1e6
+                print(f"{num_seqs:5} {kind:10} {name:9} median {median:7.0f} least {least:7.0f} us")
+    ids = [(i * 7919) % VOCAB for i in range(100_000)]
+    seconds = min(timed(lambda: page_hashes(ids, PAGE_SIZE, ""))[1] for _ in range(5))
+    print(f"hashes of {len(ids)} tokens: {seconds * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

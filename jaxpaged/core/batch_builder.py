@@ -1,0 +1,213 @@
+"""From a step plan to the packed words that the device takes."""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.logit_edits import Processors, RowEdits, row_edits
+from jaxpaged.core.packing import HostBatch, PackedLayout
+from jaxpaged.core.plan import PlannedRow, StepPlan
+from jaxpaged.core.sequence import Sequence
+from jaxpaged.errors import InvariantError
+
+type Views = dict[str, np.ndarray]
+
+LEAST_TEMPERATURE = 1e-5  # below this the logits would overflow: greedy
+_WORD = 2**32 - 1
+_ALL_ALLOWED = np.uint32(_WORD)
+
+
+class BatchBuilder:
+    """Writes each step's arrays. Owned by the engine's thread.
+
+    What stays the same from step to step is kept in arrays by slot and gathered; a slot is filled
+    again when another sequence gets it, or the same one after preemption. To be called after each
+    `schedule` and before the next `schedule` or `commit`.
+
+    Args:
+        processors: logits processors by name, each with its bit's place.
+    """
+
+    def __init__(
+        self,
+        pages_per_seq: int,
+        page_size: int,
+        max_num_seqs: int,
+        vocab: int,
+        processors: Processors,
+    ):
+        self.pages_per_seq, self.page_size = pages_per_seq, page_size
+        self.max_num_seqs, self.vocab = max_num_seqs, vocab
+        self._processors = processors
+        self._layouts: dict[Bucket, PackedLayout] = {}
+        slots = max_num_seqs + 1
+        self._page_table = np.zeros((slots, pages_per_seq), np.int32)
+        self._num_pages = [0] * slots
+        self._owners = [(-1, -1)] * slots  # seq_id and num_preemptions
+        self._edits: list[RowEdits | None] = [None] * slots
+        self._fields: Views = {
+            "temperature": np.zeros(slots, np.float32),
+            "top_k": np.zeros(slots, np.int32),
+            "top_p": np.ones(slots, np.float32),
+            "min_p": np.zeros(slots, np.float32),
+            "seed": np.zeros((slots, 2), np.uint32),
+            "choice": np.zeros(slots, np.int32),
+        }
+        self._penalties: Views = {
+            "presence_penalty": np.zeros(slots, np.float32),
+            "frequency_penalty": np.zeros(slots, np.float32),
+            "repetition_penalty": np.ones(slots, np.float32),
+        }
+
+    def build(self, plan: StepPlan, bucket: Bucket) -> HostBatch:
+        """Lay the plan's rows end to end and pad them to the bucket.
+
+        Raises:
+            InvariantError: the plan does not fit into the bucket.
+        """
+        rows, num_tokens = plan.rows, plan.num_tokens
+        if len(rows) > bucket.num_seqs or num_tokens > bucket.num_tokens:
+            raise InvariantError(
+                f"{len(rows)} rows of {num_tokens} tokens do not fit into {bucket}"
+            )
+        layout = self._layout(bucket)
+        packed = np.zeros(layout.size, np.int32)
+        views = layout.views(packed)
+        slots = self._follow(rows)
+        starts = np.array([row.start for row in rows], np.int32)
+        q_lens = np.array([row.q_len for row in rows], np.int32)
+        self._fill_tokens(views, rows, slots, starts, q_lens)
+        self._fill_rows(views, bucket, slots, starts + q_lens, q_lens)
+        if bucket.sampler != "greedy":
+            self._fill_sampling(views, slots, starts + q_lens)
+        if bucket.sampler in ("full", "scored"):
+            self._fill_edits(views, rows, slots)
+        if bucket.sampler == "scored":
+            _fill_targets(views["targets"], rows)
+        return HostBatch(bucket, packed)
+
+    def _layout(self, bucket: Bucket) -> PackedLayout:
+        if bucket not in self._layouts:
+            self._layouts[bucket] = PackedLayout(bucket, self.pages_per_seq, self.vocab)
+        return self._layouts[bucket]
+
+    def _follow(self, rows: Seq[PlannedRow]) -> np.ndarray:
+        """Bring the arrays by slot up to date with these rows' sequences; their slots."""
+        for row in rows:
+            seq, slot = row.seq, row.slot
+            owner = self._owners[slot]
+            if owner[0] != seq.seq_id or owner[1] != seq.num_preemptions:
+                self._begin(seq, slot)
+            first = self._num_pages[slot]
+            if len(seq.page_ids) > first:
+                self._page_table[slot, first : len(seq.page_ids)] = seq.page_ids[first:]
+                self._num_pages[slot] = len(seq.page_ids)
+        return np.array([row.slot for row in rows], np.int32)
+
+    def _begin(self, seq: Sequence, slot: int) -> None:
+        params, seed = seq.request.params, seq.request.seed
+        self._owners[slot] = (seq.seq_id, seq.num_preemptions)
+        self._page_table[slot] = 0
+        self._num_pages[slot] = 0
+        is_greedy = params.temperature < LEAST_TEMPERATURE
+        self._fields["temperature"][slot] = 0.0 if is_greedy else params.temperature
+        self._fields["top_k"][slot] = params.top_k
+        self._fields["top_p"][slot] = params.top_p
+        self._fields["min_p"][slot] = params.min_p
+        self._fields["seed"][slot] = (seed & _WORD, (seed >> 32) & _WORD)
+        self._fields["choice"][slot] = seq.choice
+        self._penalties["presence_penalty"][slot] = params.presence_penalty
+        self._penalties["frequency_penalty"][slot] = params.frequency_penalty
+        self._penalties["repetition_penalty"][slot] = params.repetition_penalty
+        self._edits[slot] = row_edits(seq.request, self.vocab, self._processors)
+
+    def _fill_tokens(
+        self,
+        views: Views,
+        rows: Seq[PlannedRow],
+        slots: np.ndarray,
+        starts: np.ndarray,
+        q_lens: np.ndarray,
+    ) -> None:
+        ids: list[int] = []
+        for row in rows:
+            known, start = row.seq.token_ids, row.start
+            if row.q_len == 1:
+                ids.append(known[start] if start < len(known) else 0)
+            else:
+                ids += known[start : start + row.q_len]
+        num_known = np.array([len(row.seq.token_ids) for row in rows], np.int32)
+        total = len(ids)
+        if total == len(rows):
+            positions, row_slots = starts, slots
+        else:
+            firsts = np.cumsum(q_lens, dtype=np.int32) - q_lens
+            positions = np.arange(total, dtype=np.int32) - np.repeat(firsts - starts, q_lens)
+            row_slots, num_known = np.repeat(slots, q_lens), np.repeat(num_known, q_lens)
+        pages = self._page_table[row_slots, positions // self.page_size]
+        views["token_ids"][:total] = ids
+        views["positions"][:total] = positions
+        views["slot_mapping"][:total] = pages * self.page_size + positions % self.page_size
+        views["from_last"][:total] = positions >= num_known
+
+    def _fill_rows(
+        self,
+        views: Views,
+        bucket: Bucket,
+        slots: np.ndarray,
+        kv_lens: np.ndarray,
+        q_lens: np.ndarray,
+    ) -> None:
+        num = len(slots)
+        width = -(-int(kv_lens.max(initial=0)) // self.page_size)
+        views["page_table"][:num, :width] = self._page_table[slots, :width]
+        views["kv_lens"][:num] = kv_lens
+        ends = np.cumsum(q_lens, dtype=np.int32)
+        views["cu_q_lens"][1 : num + 1] = ends
+        views["cu_q_lens"][num + 1 :] = ends[-1] if num else 0
+        views["seq_slots"][:num] = slots
+        views["seq_slots"][num:] = self.max_num_seqs
+        last, every = views["logit_rows"], views["sample_rows"]
+        if bucket.sampler == "scored":
+            last, every = every, last
+        last[:num] = ends - 1
+        every[:] = np.arange(len(every), dtype=np.int32)
+
+    def _fill_sampling(self, views: Views, slots: np.ndarray, positions: np.ndarray) -> None:
+        num = len(slots)
+        for name, values in self._fields.items():
+            views[name][:num] = values[slots]
+        views["top_p"][num:] = 1.0
+        views["position"][:num] = positions
+
+    def _fill_edits(self, views: Views, rows: Seq[PlannedRow], slots: np.ndarray) -> None:
+        num = len(rows)
+        for name, values in self._penalties.items():
+            views[name][:num] = values[slots]
+        views["repetition_penalty"][num:] = 1.0
+        views["bias_ids"][:] = self.vocab
+        views["mask"][:] = _ALL_ALLOWED
+        for i, row in enumerate(rows):
+            edits = self._edits[row.slot]
+            if edits is None or not row.samples:
+                continue
+            position = row.start + row.q_len
+            edits.write(views["bias_ids"][i], views["bias_values"][i], row.seq, position)
+            if edits.mask is not None:
+                views["mask"][i] = edits.mask
+            views["processors"][i] = edits.processors
+            views["counts_row"][i] = row.seq.request.params.has_penalties
+
+
+def _fill_targets(targets: np.ndarray, rows: Seq[PlannedRow]) -> None:
+    """The prompt's next token where its score is wanted; -1 means the sampled token."""
+    targets[:] = -1
+    first = 0
+    for row in rows:
+        seq = row.seq
+        if seq.request.params.prompt_logprobs is not None:
+            end = min(row.start + row.q_len + 1, seq.num_prompt_tokens)
+            known = seq.token_ids[row.start + 1 : end]
+            targets[first : first + len(known)] = known
+        first += row.q_len

@@ -1,0 +1,47 @@
+"""How much a step may take, and where a sequence ends."""
+
+from dataclasses import dataclass, fields
+
+from jaxpaged.core.sequence import Sequence
+from jaxpaged.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """What a step and a sequence may take at most; lengths in tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_prefix_caching: bool
+    long_prefill_token_threshold: int  # most tokens of one sequence in a step; 0: no limit
+    max_num_scored_tokens: int = 256  # most tokens of a step in which a row wants prompt logprobs
+    reserve_full_prompt: bool  # admit a sequence only when all its known tokens find pages
+
+    def __post_init__(self):
+        for f in fields(self):
+            least = 0 if f.type is bool or f.name == "long_prefill_token_threshold" else 1
+            if getattr(self, f.name) < least:
+                raise ConfigError(f"{f.name} is {getattr(self, f.name)}, must be {least} or more")
+
+    def num_needed_tokens(self, seq: Sequence) -> int:
+        """Tokens whose KV is ever needed: all but the last one that the sequence may sample."""
+        max_tokens = seq.request.max_tokens
+        if not max_tokens:
+            return seq.num_prompt_tokens
+        return min(seq.num_prompt_tokens + max_tokens, self.max_model_len) - 1
+
+
+def stop_cause(seq: Sequence, num_needed_tokens: int) -> tuple[str, int | None] | None:
+    """Why a sequence ends with the token just appended: finish reason and stopping token id.
+
+    The token id is None where an end-of-text token or the length ended it; the result is None where
+    it goes on.
+    """
+    params, token = seq.request.params, seq.token_ids[-1]
+    if len(seq.token_ids) - seq.num_prompt_tokens > params.min_tokens:
+        if token in seq.request.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if params.stop_token_ids and token in params.stop_token_ids:
+            return "stop", token
+    return ("length", None) if len(seq.token_ids) > num_needed_tokens else None

@@ -1,0 +1,161 @@
+"""Who holds which page."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxpaged.errors import InvariantError
+
+
+def _nobody_listens(page_id: int) -> None:
+    pass
+
+
+class PagePool:
+    """Bookkeeping of the pages on the device. Owned by the scheduler.
+
+    A page is in one of three states: held (by one or more sequences), cached (nobody holds it, the
+    prefix cache still knows what is in it) or blank. Cached and blank pages are free: blank ones go
+    first, then the cached ones, oldest first. Page 0, the null page, is never handed out.
+    """
+
+    def __init__(self, num_pages: int, page_size: int):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.on_evict: Callable[[int], None] = _nobody_listens  # told of cached pages taken
+        self._blank = list(range(num_pages - 1, 0, -1))  # taken from the end
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._num_holders = [0] * num_pages
+        self._kept: set[int] = set()  # pages known to the prefix cache, held or not
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken, the cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free pages whose content can still be found."""
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_usable - self.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that somebody holds, 0 to 1."""
+        return self.num_held / self.num_usable if self.num_usable else 0.0
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages `num_tokens` tokens of one sequence fill or begin."""
+        return -(-num_tokens // self.page_size)
+
+    def num_free_among(self, page_ids: Iterable[int]) -> int:
+        """How many of these pages nobody holds; sharing them makes `num_free` that much smaller."""
+        return sum(not self._num_holders[page_id] for page_id in page_ids)
+
+    def take(self, num_pages: int) -> list[int]:
+        """Hand out pages of undefined content, evicting the oldest cached ones if need be.
+
+        Raises:
+            InvariantError: fewer are free; callers look at `num_free` first.
+        """
+        if num_pages > self.num_free:
+            raise InvariantError(f"page pool: {num_pages} pages wanted, {self.num_free} are free")
+        first = max(len(self._blank) - num_pages, 0)
+        taken = self._blank[first:]
+        del self._blank[first:]
+        while len(taken) < num_pages:
+            page_id, _ = self._cached.popitem(last=False)
+            self._kept.discard(page_id)
+            self.on_evict(page_id)
+            taken.append(page_id)
+        for page_id in taken:
+            self._num_holders[page_id] = 1
+        return taken
+
+    def share(self, page_ids: Iterable[int]) -> None:
+        """Add a holder to pages that are held or cached."""
+        for page_id in page_ids:
+            if not self._num_holders[page_id]:
+                if page_id not in self._cached:
+                    raise InvariantError(f"page pool: page {page_id} is blank and cannot be shared")
+                del self._cached[page_id]
+            self._num_holders[page_id] += 1
+
+    def give_back(self, page_ids: Sequence[int]) -> None:
+        """Remove a holder from one sequence's pages; of those, the last ones are evicted first."""
+        for page_id in reversed(page_ids):
+            if not self._num_holders[page_id]:
+                raise InvariantError(f"page pool: page {page_id} is given back and nobody holds it")
+            self._num_holders[page_id] -= 1
+            if self._num_holders[page_id]:
+                continue
+            if page_id in self._kept:
+                self._cached[page_id] = None
+            else:
+                self._blank.append(page_id)
+
+    def keep(self, page_id: int) -> None:
+        """The prefix cache knows this held page now: once free, it stays findable until taken."""
+        if not self._num_holders[page_id]:
+            raise InvariantError(f"page pool: page {page_id} is to be kept and nobody holds it")
+        self._kept.add(page_id)
+
+    def forget(self, page_id: int) -> None:
+        """The prefix cache no longer knows this page."""
+        self._kept.remove(page_id)
+        if not self._num_holders[page_id]:
+            del self._cached[page_id]
+            self._blank.append(page_id)
+
+    @property
+    def num_kept(self) -> int:
+        """Pages known to the prefix cache, held or not."""
+        return len(self._kept)
+
+    def is_kept(self, page_id: int) -> bool:
+        return page_id in self._kept
+
+    def check(self) -> None:
+        """Compare the whole bookkeeping with itself; costs a walk over all pages.
+
+        Raises:
+            InvariantError: a page is lost, or in two states at once.
+        """
+        places = Counter(self._blank)
+        places.update(self._cached.keys())
+        places.update(page_id for page_id, holders in enumerate(self._num_holders) if holders)
+        if places[0] or self._kept & {0}:
+            raise InvariantError("page pool: the null page was handed out")
+        for page_id in range(1, self.num_pages):
+            if places[page_id] != 1:
+                raise InvariantError(
+                    f"page pool: page {page_id} is in {places[page_id]} of blank, cached, held"
+                )
+        if min(self._num_holders) < 0:
+            raise InvariantError("page pool: a page has fewer than 0 holders")
+        astray = self._kept.intersection(self._blank) | (self._cached.keys() - self._kept)
+        if astray:
+            raise InvariantError(
+                f"page pool: pages {sorted(astray)} are free and wrongly kept or cached"
+            )
+
+    def check_holders(self, page_lists: Iterable[Sequence[int]]) -> None:
+        """Compare the reference counts with the page lists of everyone who holds pages.
+
+        Raises:
+            InvariantError: a count differs.
+        """
+        counts: Counter[int] = Counter()
+        for page_ids in page_lists:
+            counts.update(page_ids)
+        for page_id, holders in enumerate(self._num_holders):
+            if counts[page_id] != holders:
+                raise InvariantError(
+                    f"page pool: page {page_id} counts {holders} holders, {counts[page_id]} hold it"
+                )

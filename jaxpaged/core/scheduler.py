@@ -1,0 +1,289 @@
+"""Who computes how much in the next step, who waits, who must give way."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from jaxpaged.core.limits import SchedulerLimits, stop_cause
+from jaxpaged.core.logit_edits import check_edits
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.plan import PlannedRow, StepPlan
+from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.errors import InvariantError, PromptTooLong, RequestError
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is being planned.
+
+    `cap` bounds its tokens; `plain_cap` bounds them until a row with prompt logprobs found room.
+    """
+
+    cap: int
+    plain_cap: int
+    num_tokens: int = 0
+    rows: list[PlannedRow] = field(default_factory=list[PlannedRow])
+    slot_resets: list[tuple[int, tuple[int, ...], int]] = field(
+        default_factory=list[tuple[int, tuple[int, ...], int]]
+    )
+    has_preempted: bool = False
+    left_out_scored: bool = False
+
+
+class Scheduler:
+    """First come, first served, over one loop in which prefill and decode are the same.
+
+    The engine plans a step before it commits the one before: `schedule` counts a step's tokens as
+    computed at once, `commit` appends what was sampled. Not safe for use by several threads.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, cache: PrefixCache):
+        self.limits, self.pool, self.cache = limits, pool, cache
+        self.num_preemptions = 0
+        self._running: dict[int, Sequence] = {}  # by seq_id, oldest first
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # by seq_id, the next one first
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._scored_was_left_out = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence behind all others.
+
+        Raises:
+            RequestError: it could never run, even alone.
+        """
+        request, limits = seq.request, self.limits
+        sampled = min(request.max_tokens, 1)
+        if seq.num_prompt_tokens + sampled > limits.max_model_len:
+            raise PromptTooLong(seq.num_prompt_tokens, sampled, limits.max_model_len)
+        check_edits(request)
+        needed = self.pool.pages_for(self.limits.num_needed_tokens(seq))
+        if needed > self.pool.num_usable:
+            raise RequestError(
+                f"prompt of {seq.num_prompt_tokens} tokens, max_tokens {request.max_tokens}: need "
+                f"{needed} pages of {self.pool.page_size} tokens, the pool has "
+                f"{self.pool.num_usable}: shorten the prompt or lower max_tokens",
+                param="max_tokens",
+            )
+        self._waiting[seq.seq_id] = seq
+
+    def abort(self, seq: Sequence) -> None:
+        """Finish a sequence that nobody waits for any more."""
+        self.finish(seq, "abort", None)
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None) -> None:
+        """End a sequence now and give its pages back; steps in flight for it are ignored later.
+
+        Does nothing where it has finished already.
+        """
+        if seq.state is SeqState.FINISHED:
+            return
+        if seq.state is SeqState.RUNNING:
+            self._stop_running(seq)
+        else:
+            del self._waiting[seq.seq_id]
+        seq.become(SeqState.FINISHED)
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+
+    def schedule(self) -> StepPlan:
+        """Choose the next step's work: who computes how many tokens.
+
+        The plan is empty where nothing can be done before a step in flight is committed.
+        """
+        cap = plain_cap = self.limits.max_num_batched_tokens
+        if self._scored_was_left_out:
+            plain_cap = max(1, min(cap, self.limits.max_num_scored_tokens) // 2)
+        draft = _Draft(cap, plain_cap)
+        self._plan_running(draft)
+        if self._waiting and not draft.has_preempted:
+            self._plan_waiting(draft)
+        self._scored_was_left_out = draft.left_out_scored
+        return StepPlan(tuple(draft.rows), tuple(draft.slot_resets))
+
+    def commit(self, plan: StepPlan, sampled: Seq[int | None]) -> list[Sequence]:
+        """Take in what a step sampled, one entry a row; what a row samples too early is None.
+
+        Returns the sequences that got a token or finished. Rows of sequences that finished
+        meanwhile are ignored.
+        """
+        page_size = self.pool.page_size
+        changed: list[Sequence] = []
+        for row, token in zip(plan.rows, sampled, strict=True):
+            seq = row.seq
+            if seq.state is SeqState.FINISHED:
+                continue
+            if row.samples:
+                if token is None:
+                    raise InvariantError(f"sequence {seq.seq_id}: its step sampled no token")
+                seq.token_ids.append(token)
+                seq.num_in_flight -= 1
+                changed.append(seq)
+            num_done = row.start + row.q_len
+            if num_done // page_size > seq.num_registered_pages:
+                self._register(row, num_done)
+            if row.samples:
+                self._finish_if_stopped(seq)
+            elif not seq.request.max_tokens and num_done == seq.num_prompt_tokens:
+                self.finish(seq, "length", None)
+                changed.append(seq)
+        return changed
+
+    def check(self) -> None:
+        """Compare pages, reference counts, slots and states; costs a walk over all pages.
+
+        Raises:
+            InvariantError: something does not add up.
+        """
+        self.pool.check()
+        self.pool.check_holders(seq.page_ids for seq in self._running.values())
+        self.cache.check()
+        slots = [seq.slot for seq in self._running.values()] + self._free_slots
+        if sorted(slots, key=str) != sorted(range(self.limits.max_num_seqs), key=str):
+            raise InvariantError(f"scheduler: slots {slots} are not each used or free once")
+        for seqs, state in ((self._running, SeqState.RUNNING), (self._waiting, SeqState.WAITING)):
+            for seq in seqs.values():
+                if seq.state is not state or (state is SeqState.WAITING and seq.page_ids):
+                    raise InvariantError(
+                        f"sequence {seq.seq_id} is {seq.state.value} with "
+                        f"{len(seq.page_ids)} pages among the {state.value} ones"
+                    )
+
+    def _plan_running(self, draft: _Draft) -> None:
+        """Rows of the sequences that hold pages, oldest first."""
+        page_size = self.pool.page_size
+        for seq in list(self._running.values()):
+            if seq.state is not SeqState.RUNNING:
+                continue  # preempted a moment ago, to make room for an older one
+            q_len = self._choose_q_len(seq, seq.num_computed_tokens, draft)
+            if q_len <= 0:
+                continue
+            missing = -(-(seq.num_computed_tokens + q_len) // page_size) - len(seq.page_ids)
+            if missing > 0:
+                if not self._make_room(seq, missing, draft):
+                    continue
+                seq.page_ids += self.pool.take(missing)
+            self._add_row(seq, q_len, draft)
+
+    def _plan_waiting(self, draft: _Draft) -> None:
+        """Admit waiting sequences while there are tokens, slots and pages; nobody overtakes."""
+        claimed = 0  # pages that running prompts will still need
+        if self.limits.reserve_full_prompt:
+            claimed = sum(self._pages_to_come(seq) for seq in self._running.values())
+        while self._waiting and self._free_slots and draft.num_tokens < draft.cap:
+            seq = next(iter(self._waiting.values()))
+            if seq.num_in_flight or not self.pool.num_free:
+                break
+            found = self._find_cached(seq)
+            start = len(found) * self.pool.page_size
+            q_len = self._choose_q_len(seq, start, draft)
+            if q_len <= 0 or not self._fits(seq, found, start + q_len, claimed):
+                break
+            self._admit(seq, found, start + q_len, draft)
+            self._add_row(seq, q_len, draft)
+            if self.limits.reserve_full_prompt:
+                claimed += self._pages_to_come(seq)
+
+    def _choose_q_len(self, seq: Sequence, start: int, draft: _Draft) -> int:
+        """Tokens to compute from `start` on, 0 or less for none in this step."""
+        request = seq.request
+        pending = min(seq.num_known_tokens, self.limits.num_needed_tokens(seq)) - start
+        if pending <= 0 or (seq.num_in_flight and seq.needs_read_tokens):
+            return 0
+        wants_scores = request.params.prompt_logprobs is not None
+        if wants_scores and start < seq.num_prompt_tokens - 1:
+            cap = min(draft.cap, self.limits.max_num_scored_tokens)
+            if draft.num_tokens >= cap:
+                draft.left_out_scored = True
+                return 0
+            draft.cap = draft.plain_cap = cap
+        longest = self.limits.long_prefill_token_threshold or pending
+        return min(pending, longest, draft.plain_cap - draft.num_tokens)
+
+    def _add_row(self, seq: Sequence, q_len: int, draft: _Draft) -> None:
+        start, slot = seq.num_computed_tokens, seq.slot
+        assert slot is not None
+        samples = start + q_len == seq.num_known_tokens and seq.request.max_tokens > 0
+        draft.rows.append(PlannedRow(seq, slot, start, q_len, samples, seq.num_preemptions))
+        draft.num_tokens += q_len
+        seq.num_computed_tokens = start + q_len
+        seq.num_in_flight += samples
+
+    def _find_cached(self, seq: Sequence) -> list[int]:
+        params = seq.request.params
+        skips = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
+        return [] if skips or not self.limits.enable_prefix_caching else self.cache.find(seq)
+
+    def _fits(self, seq: Sequence, found: list[int], num_tokens: int, claimed: int) -> bool:
+        """Whether the first `num_tokens` tokens find pages, or all known ones if limits say so."""
+        if self.limits.reserve_full_prompt:
+            num_tokens = min(seq.num_known_tokens, self.limits.num_needed_tokens(seq))
+        needed = self.pool.pages_for(num_tokens) - len(found) + claimed
+        return needed + self.pool.num_free_among(found) <= self.pool.num_free
+
+    def _pages_to_come(self, seq: Sequence) -> int:
+        known = min(seq.num_known_tokens, self.limits.num_needed_tokens(seq))
+        return max(self.pool.pages_for(known) - len(seq.page_ids), 0)
+
+    def _admit(self, seq: Sequence, found: list[int], num_tokens: int, draft: _Draft) -> None:
+        """Give a waiting sequence its slot, and pages for its first `num_tokens` tokens."""
+        del self._waiting[seq.seq_id]
+        self._running[seq.seq_id] = seq
+        seq.become(SeqState.RUNNING)
+        seq.slot = self._free_slots.pop()
+        self.cache.share(seq, found)
+        seq.page_ids += self.pool.take(self.pool.pages_for(num_tokens) - len(found))
+        if seq.first_scheduled_time is None:
+            seq.first_scheduled_time = time.monotonic()
+        if seq.request.params.has_penalties:
+            draft.slot_resets.append((seq.slot, tuple(seq.token_ids), seq.num_prompt_tokens))
+
+    def _make_room(self, seq: Sequence, num_pages: int, draft: _Draft) -> bool:
+        """Preempt the youngest outside the plan until pages are free; False if that was `seq`."""
+        while self.pool.num_free < num_pages:
+            planned = {row.seq.seq_id for row in draft.rows}
+            victim = next(s for s in reversed(self._running.values()) if s.seq_id not in planned)
+            self._preempt(victim)
+            draft.has_preempted = True
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """By recompute: the pages go, the tokens stay; it is the next to be admitted again."""
+        self._stop_running(seq)
+        seq.become(SeqState.WAITING)
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting[seq.seq_id] = seq
+        self._waiting.move_to_end(seq.seq_id, last=False)
+
+    def _stop_running(self, seq: Sequence) -> None:
+        del self._running[seq.seq_id]
+        self.pool.give_back(seq.page_ids)
+        assert seq.slot is not None
+        self._free_slots.append(seq.slot)
+        seq.page_ids, seq.slot = [], None
+        seq.num_registered_pages = seq.prefix_id = 0
+
+    def _register(self, row: PlannedRow, num_done: int) -> None:
+        if self.limits.enable_prefix_caching and row.num_preemptions == row.seq.num_preemptions:
+            self.cache.register(row.seq, num_done)
+
+    def _finish_if_stopped(self, seq: Sequence) -> None:
+        cause = stop_cause(seq, self.limits.num_needed_tokens(seq))
+        if cause:
+            self.finish(seq, *cause)

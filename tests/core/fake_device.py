@@ -1,0 +1,196 @@
+"""A device that keeps tokens where KV would be, and a loop that runs one step ahead of it.
+
+The next token is a pure function of the tokens that a row sees through its page table, so a page
+that is wrong, stale, shared too early or given away too soon changes the answer.
+"""
+
+import zlib
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxpaged.core.batch_builder import BatchBuilder
+from jaxpaged.core.buckets import default_ladder
+from jaxpaged.core.packing import HostBatch, PackedLayout
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.plan import StepPlan
+from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
+from jaxpaged.core.sequence import SeqState, Sequence
+
+VOCAB = 37
+EOS = 5
+
+
+def make_sequence(seq_id=0, prompt=(1, 2, 3), max_tokens=4, *, params=None, choice=0, **request):
+    """A sequence of a request; keyword arguments are fields of the request."""
+    params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    fields = {
+        "request_id": str(seq_id),
+        "prompt_token_ids": tuple(prompt),
+        "params": params,
+        "max_tokens": max_tokens,
+        "seed": 0,
+        "arrival_time": 0.0,
+        "eos_token_ids": frozenset({EOS}),
+    }
+    return Sequence(seq_id, Request(**fields | request), choice, list(prompt), len(prompt))
+
+
+def make_limits(**changes):
+    fields = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "enable_prefix_caching": True,
+        "long_prefill_token_threshold": 0,
+        "reserve_full_prompt": False,
+    }
+    return SchedulerLimits(**fields | changes)
+
+
+def make_scheduler(num_pages=17, page_size=4, hash_bits=256, **limits):
+    pool = PagePool(num_pages, page_size)
+    return Scheduler(make_limits(**limits), pool, PrefixCache(pool, hash_bits))
+
+
+def pick(prefix, bias, allowed, penalty, sampled):
+    """The next token after `prefix`: the best of scores that depend on all of it."""
+    scores = np.random.default_rng(zlib.crc32(repr(list(prefix)).encode())).random(VOCAB)
+    for token, value in bias:
+        scores[token] += value
+    for token in sampled:
+        scores[token] -= penalty
+    scores[~np.isin(np.arange(VOCAB), allowed)] = -np.inf
+    return int(np.argmax(scores))
+
+
+class FakeDevice:
+    """Runs built batches in the order in which they are dispatched."""
+
+    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, pages_per_seq: int):
+        self.page_size, self.pages_per_seq = page_size, pages_per_seq
+        self.max_num_seqs = max_num_seqs
+        self.kv = np.full(num_pages * page_size, -1)
+        self.last_token_ids = np.full(max_num_seqs + 1, -1)
+        self.sampled: list[Counter] = [Counter() for _ in range(max_num_seqs + 1)]
+
+    def run(self, plan: StepPlan, batch: HostBatch) -> list[int]:
+        for slot, token_ids, num_prompt_tokens in plan.slot_resets:
+            self.sampled[slot] = Counter(token_ids[num_prompt_tokens:])
+        layout = PackedLayout(batch.bucket, self.pages_per_seq, VOCAB)
+        views = layout.views(batch.packed)
+        row_of_token = np.repeat(np.arange(batch.bucket.num_seqs), np.diff(views["cu_q_lens"]))
+        num_tokens = len(row_of_token)
+        last = self.last_token_ids[views["seq_slots"][row_of_token]]
+        from_last = views["from_last"][:num_tokens].astype(bool)
+        tokens = np.where(from_last, last, views["token_ids"][:num_tokens])
+        assert (tokens >= 0).all(), "a token was taken that nobody sampled"
+        assert not views["slot_mapping"][num_tokens:].any(), "padding must write to the null page"
+        assert (views["slot_mapping"][:num_tokens] >= self.page_size).all()
+        self.kv[views["slot_mapping"][:num_tokens]] = tokens
+        return [self._sample(views, batch.bucket.sampler, i) for i in range(len(plan.rows))]
+
+    def _sample(self, views, sampler, i):
+        places = np.arange(views["kv_lens"][i])
+        pages = views["page_table"][i, places // self.page_size]
+        prefix = self.kv[pages * self.page_size + places % self.page_size]
+        assert (prefix >= 0).all(), "a row sees a place that was never written"
+        slot = views["seq_slots"][i]
+        assert slot < self.max_num_seqs
+        bias, allowed, penalty = [], np.arange(VOCAB), 0.0
+        if sampler in ("full", "scored"):
+            used = views["bias_ids"][i] < VOCAB
+            bias = list(zip(views["bias_ids"][i][used], views["bias_values"][i][used], strict=True))
+            words = views["mask"][i].view(np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")[:VOCAB])
+            penalty = views["presence_penalty"][i]
+        token = pick(prefix.tolist(), bias, allowed, penalty, self.sampled[slot])
+        self.last_token_ids[slot] = token
+        if sampler in ("full", "scored") and views["counts_row"][i]:
+            self.sampled[slot][token] += 1
+        return token
+
+
+def generate_alone(request: Request, max_model_len: int) -> tuple[list[int], str, int | None]:
+    """What a request gets without pages, batches or a scheduler: tokens and how it ended."""
+    params, tokens = request.params, list(request.prompt_token_ids)
+    num_prompt = len(tokens)
+    stops = [*request.eos_token_ids, *params.stop_token_ids]
+    while len(tokens) < min(num_prompt + request.max_tokens, max_model_len):
+        num_sampled = len(tokens) - num_prompt
+        bias = list((params.logit_bias or {}).items())
+        bias += [(token, -np.inf) for token in request.banned_ids]
+        if num_sampled < params.min_tokens:
+            bias += [(token, -np.inf) for token in stops]
+        for run in request.banned_runs:
+            if tuple(tokens[-len(run) + 1 :]) == run[:-1]:
+                bias.append((run[-1], -np.inf))
+        allowed = params.allowed_token_ids or range(VOCAB)
+        sampled = set(tokens[num_prompt:])
+        token = pick(tokens, bias, list(allowed), params.presence_penalty, sampled)
+        tokens.append(token)
+        if token in request.eos_token_ids and not params.ignore_eos:
+            return tokens[num_prompt:], "stop", None
+        if token in params.stop_token_ids:
+            return tokens[num_prompt:], "stop", token
+    return tokens[num_prompt:], "length", None
+
+
+@dataclass
+class Loop:
+    """The engine's loop, one step ahead of the device, with all bookkeeping checked each step."""
+
+    scheduler: Scheduler
+    max_in_flight: int = 2
+    num_steps: int = 0
+    in_flight: deque = field(default_factory=deque)
+
+    def __post_init__(self):
+        limits, pool = self.scheduler.limits, self.scheduler.pool
+        width = -(-limits.max_model_len // pool.page_size)
+        self.builder = BatchBuilder(width, pool.page_size, limits.max_num_seqs, VOCAB, {})
+        self.ladder = default_ladder("cpu", limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.device = FakeDevice(pool.num_pages, pool.page_size, limits.max_num_seqs, width)
+
+    def step(self) -> list[Sequence]:
+        """Dispatch a step, then commit the oldest one that the device was given before."""
+        plan = self.scheduler.schedule()
+        self.num_steps += 1
+        self.scheduler.check()
+        if plan:
+            batch = self.builder.build(plan, self.ladder.choose(plan))
+            tokens = self.device.run(plan, batch)
+            self.in_flight.append((plan, tokens))
+        changed = []
+        if self.in_flight and (not plan or len(self.in_flight) >= self.max_in_flight):
+            changed = self.commit()
+        else:
+            assert plan or not self.scheduler.has_work, "nothing runs and nothing can"
+        self.scheduler.check()
+        return changed
+
+    def commit(self) -> list[Sequence]:
+        plan, tokens = self.in_flight.popleft()
+        sampled = [
+            token if row.samples else None for row, token in zip(plan.rows, tokens, strict=True)
+        ]
+        return self.scheduler.commit(plan, sampled)
+
+    def run(self, seqs=(), max_steps=2000) -> None:
+        """Until nothing is left to do."""
+        for seq in seqs:
+            self.scheduler.add(seq)
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError(f"still {self.scheduler.num_running} running after {max_steps} steps")
+
+
+def outcome(seq: Sequence) -> tuple[list[int], str | None, int | str | None]:
+    assert seq.state is SeqState.FINISHED
+    return seq.output_token_ids, seq.finish_reason, seq.stop_reason

@@ -1,0 +1,163 @@
+"""Random workloads: whatever the schedule, a sequence gets the tokens that it would get alone."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.sequence import SeqState
+from tests.core.fake_device import (
+    VOCAB,
+    Loop,
+    generate_alone,
+    make_scheduler,
+    make_sequence,
+    outcome,
+)
+
+MAX_LEN = 48
+PAGE_SIZE = 4
+PAGES_OF_LONGEST = MAX_LEN // PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    options: dict
+    salt: str
+    arrives_after: int  # steps
+    aborted_after: int | None  # steps
+
+
+@st.composite
+def jobs(draw):
+    shared = (7,) * draw(st.integers(0, 14))  # equal beginnings, of many lengths
+    prompt = shared + tuple(draw(st.lists(st.integers(6, 9), min_size=1, max_size=16)))
+    max_tokens = draw(st.integers(0, MAX_LEN - len(prompt)))
+    options = draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "ignore_eos": st.booleans(),
+                "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3),
+                "min_tokens": st.integers(0, max_tokens),
+                "presence_penalty": st.sampled_from([0.0, 0.5]),
+                "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.just(0.5), max_size=2),
+                "allowed_token_ids": st.just(list(range(20))),
+                "prompt_logprobs": st.just(1),
+                "skip_reading_prefix_cache": st.booleans(),
+                "temperature": st.sampled_from([0.0, 1.0]),
+            },
+        )
+    )
+    return Job(
+        prompt,
+        max_tokens,
+        options,
+        draw(st.sampled_from(["", "", "other"])),
+        draw(st.integers(0, 12)),
+        draw(st.one_of(st.none(), st.none(), st.integers(0, 20))),
+    )
+
+
+@st.composite
+def limits(draw):
+    return {
+        "max_num_seqs": draw(st.integers(1, 5)),
+        "max_num_batched_tokens": draw(st.integers(1, 24)),
+        "max_model_len": MAX_LEN,
+        "enable_prefix_caching": draw(st.booleans()),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
+        "max_num_scored_tokens": draw(st.sampled_from([2, 8, 256])),
+        "reserve_full_prompt": draw(st.booleans()),
+        "num_pages": draw(st.integers(PAGES_OF_LONGEST + 1, 3 * PAGES_OF_LONGEST)),
+        "hash_bits": draw(st.sampled_from([256, 4])),
+    }
+
+
+def sequences_of(jobs, banned_runs=()):
+    return [
+        make_sequence(
+            seq_id,
+            job.prompt,
+            job.max_tokens,
+            params=SamplingParams(
+                **{"max_tokens": job.max_tokens, "temperature": 0.0} | job.options
+            ),
+            cache_salt=job.salt,
+            banned_runs=banned_runs if seq_id % 2 else (),
+        )
+        for seq_id, job in enumerate(jobs)
+    ]
+
+
+def run_jobs(jobs, seqs, limits, max_in_flight):
+    loop = Loop(make_scheduler(page_size=PAGE_SIZE, **limits), max_in_flight)
+    for step in range(3000):
+        for job, seq in zip(jobs, seqs, strict=True):
+            if job.arrives_after == step:
+                loop.scheduler.add(seq)
+            if job.aborted_after is not None and job.arrives_after + job.aborted_after == step:
+                loop.scheduler.abort(seq)
+        loop.step()
+        if all(seq.state is SeqState.FINISHED for seq in seqs) and not loop.in_flight:
+            return loop
+    raise AssertionError("a sequence never finished")
+
+
+def check_workload(jobs, limits, max_in_flight, banned_runs):
+    seqs = sequences_of(jobs, banned_runs)
+    loop = run_jobs(jobs, seqs, limits, max_in_flight)
+    for seq in seqs:
+        tokens, reason, stop_reason = generate_alone(seq.request, MAX_LEN)
+        if seq.finish_reason == "abort":
+            assert seq.output_token_ids == tokens[: len(seq.output_token_ids)]
+        else:
+            assert outcome(seq) == (tokens, reason, stop_reason)
+    assert loop.scheduler.pool.num_held == 0
+    assert loop.scheduler.num_preemptions == sum(seq.num_preemptions for seq in seqs)
+
+
+workload = given(
+    jobs=st.lists(jobs(), min_size=1, max_size=8),
+    limits=limits(),
+    max_in_flight=st.sampled_from([1, 2, 2]),
+    banned_runs=st.sampled_from([(), ((7, 8), (1, 2, 3))]),
+)
+calm = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(calm, max_examples=60)
+@workload
+def test_the_schedule_never_changes_the_answer(jobs, limits, max_in_flight, banned_runs):
+    check_workload(jobs, limits, max_in_flight, banned_runs)
+
+
+@pytest.mark.slow
+@settings(calm, max_examples=1500)
+@workload
+def test_the_schedule_never_changes_the_answer_in_many_workloads(
+    jobs, limits, max_in_flight, banned_runs
+):
+    check_workload(jobs, limits, max_in_flight, banned_runs)
+
+
+def test_a_preemption_storm_ends_with_the_right_tokens():
+    endless = {"ignore_eos": True}
+    jobs = [Job((7,) * (i % 9) + (6, i % 4), 30, endless, "", i % 3, None) for i in range(32)]
+    limits = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "max_model_len": MAX_LEN,
+        "enable_prefix_caching": True,
+        "reserve_full_prompt": False,
+        "num_pages": PAGES_OF_LONGEST * 5 // 4,
+    }
+    seqs = sequences_of(jobs)
+    loop = run_jobs(jobs, seqs, limits, 2)
+    assert loop.scheduler.num_preemptions >= 50
+    for seq in seqs:
+        assert outcome(seq) == generate_alone(seq.request, MAX_LEN)
