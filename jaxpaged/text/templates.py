@@ -11,13 +11,18 @@ from jaxpaged.text.template_sandbox import Sandbox, check_size
 RENDER_SECONDS = 2.0
 
 # Names that a request must not set: they are arguments of rendering, or belong to the template.
-RESERVED = frozenset(
-    ["add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "eos_token", "messages", "pad_token", "padding", "raise_exception", "return_dict", "return_tensors", "strftime_now", "tokenize", "tokenizer", "tokenizer_kwargs", "tools", "truncation", "unk_token"]
-)
+RESERVED = frozenset((
+    "add_generation_prompt", "bos_token", "chat_template", "continue_final_message",
+    "conversation", "eos_token", "messages", "pad_token", "padding", "raise_exception",
+    "return_dict", "return_tensors", "strftime_now", "tokenize", "tokenizer", "tokenizer_kwargs",
+    "tools", "truncation", "unk_token",
+))  # fmt: skip
 # Names that clients send to any model; a template that does not read them is not harmed.
-COMMON = frozenset(
-    ["add_vision_id", "builtin_tools", "custom_tools", "date_string", "documents", "enable_thinking", "python_tools", "reasoning_effort", "thinking", "thinking_budget", "tools_in_user_message", "xml_tools"]
-)
+COMMON = frozenset((
+    "add_vision_id", "builtin_tools", "custom_tools", "date_string", "documents",
+    "enable_thinking", "python_tools", "reasoning_effort", "thinking", "thinking_budget",
+    "tools_in_user_message", "xml_tools",
+))  # fmt: skip
 
 type Message = Mapping[str, Any]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import BPE
 
 from jaxpaged.errors import RequestError
 from jaxpaged.text.token_bytes import (
@@ -18,6 +19,7 @@ from jaxpaged.text.token_bytes import (
     drops_first_space,
     style_of,
 )
+from jaxpaged.text.tokenizer_files import TokenizerInfo, load
 
 SHORT_TEXT = 2000  # characters; longer ones are encoded without Python's lock, which costs more
 
@@ -152,3 +154,8 @@ class Tokenizer:
 def load_tokenizer(path: str | Path, *, gguf_fields: Mapping[str, Any] | None = None) -> Tokenizer:
     """The tokenizer of a Hugging Face directory or a GGUF file; see `tokenizer_files`."""
     return Tokenizer(*load(path, gguf_fields=gguf_fields))
+
+
+def ids_only_tokenizer() -> Tokenizer:
+    """A tokenizer without a vocabulary: text encodes to nothing, ids decode to nothing."""
+    return Tokenizer(RawTokenizer(BPE()), TokenizerInfo())
