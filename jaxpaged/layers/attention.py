@@ -1,0 +1,123 @@
+"""Grouped-query attention over the page pool, and the hook for other ways to attend."""
+
+from typing import Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxpaged.arrays import KVPages, RaggedBatch
+from jaxpaged.config.architecture import LayerKind, ModelConfig
+from jaxpaged.layers.linear import linear, weight, zeros
+from jaxpaged.layers.norm import RMSNorm
+from jaxpaged.layers.rope import Angles, rotate
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.ragged_attention import ragged_paged_attention
+from pallas_kernels.spec import AttentionSpec
+
+
+class AttentionOp(Protocol):
+    """How queries attend to the KV of their own sequence: the researcher's hook.
+
+    `q` is rotated and not scaled; the KV of this step's tokens is in `pages` already. The result
+    has q's type, and rows of padding tokens may hold any finite values. `sinks`, one more logit a
+    head in the softmax's denominator, is passed only by models that have them.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "tokens heads head_dim"],
+        pages: KVPages,
+        batch: RaggedBatch,
+        *,
+        spec: AttentionSpec,
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> Float[Array, "tokens heads head_dim"]: ...
+
+
+def paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    pages: KVPages,
+    batch: RaggedBatch,
+    *,
+    spec: AttentionSpec,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Attend causally through the page table: the `AttentionOp` of every model unless told."""
+    return ragged_paged_attention(
+        q,
+        pages.k,
+        pages.v,
+        batch.page_table,
+        batch.kv_lens,
+        batch.cu_q_lens,
+        sinks,
+        spec=spec,
+        decode_only=batch.is_decode_only,
+    )
+
+
+class Attention(nnx.Module):
+    """Project, rotate, write KV, attend, project back.
+
+    `qkv` holds one block per KV head: its group of query heads, then its key, then its value, so
+    that a split by KV heads is a split of the first axis.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        attend: AttentionOp,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        c = config
+        self.group, self.head_dim = c.heads // c.kv_heads, c.head_dim
+        blocks = (c.kv_heads, self.group + 2, c.head_dim)
+        self.qkv = weight(rngs, *blocks, c.embed, dtype=dtype)
+        self.out = weight(rngs, c.embed, c.heads * c.head_dim, dtype=dtype)
+        self.qkv_bias = zeros(*blocks, dtype=dtype) if c.qkv_bias else None
+        self.out_bias = zeros(c.embed, dtype=dtype) if c.output_bias else None
+        self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else None
+        self.sinks = zeros(c.heads, dtype=jnp.float32) if c.attention_sinks else None
+        self.spec = AttentionSpec(c.scale, window=kind.window, soft_cap=c.attention_soft_cap)
+        self.attend = attend
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        q, k, v = self._project(x, angles)
+        # first, because a chunk's tokens see each other
+        k_pages, v_pages = kv_write(
+            pages.k, pages.v, k.astype(pages.k.dtype), v.astype(pages.v.dtype), batch.slot_mapping
+        )
+        pages = KVPages(k_pages, v_pages)
+        q = q.astype(k_pages.dtype)
+        if self.sinks is None:
+            seen = self.attend(q, pages, batch, spec=self.spec)
+        else:
+            seen = self.attend(q, pages, batch, spec=self.spec, sinks=self.sinks[...])
+        seen = seen.astype(x.dtype).reshape(x.shape[0], -1)
+        return linear(
+            seen, self.out[...], None if self.out_bias is None else self.out_bias[...]
+        ), pages
+
+    def _project(
+        self, x: Float[Array, "tokens embed"], angles: Angles
+    ) -> tuple[
+        Float[Array, "tokens heads head_dim"],
+        Float[Array, "tokens kv_heads head_dim"],
+        Float[Array, "tokens kv_heads head_dim"],
+    ]:
+        tokens = x.shape[0]
+        qkv = linear(x, self.qkv[...], None if self.qkv_bias is None else self.qkv_bias[...])
+        qkv = qkv.reshape(tokens, -1, self.group + 2, self.head_dim)
+        q = qkv[:, :, : self.group].reshape(tokens, -1, self.head_dim)
+        k, v = qkv[:, :, self.group], qkv[:, :, self.group + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, angles), rotate(k, angles), v

@@ -1,0 +1,37 @@
+"""The gated feed-forward block."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxpaged.config.architecture import Activation, ModelConfig
+from jaxpaged.layers.linear import linear, weight, zeros
+
+
+class FeedForward(nnx.Module):
+    """`down(act(gate(x)) * up(x))`, gate and up being one product.
+
+    Source: Shazeer 2020 (arXiv 2002.05202).
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        c = config
+        self.gate_up = weight(rngs, 2, c.ffn, c.embed, dtype=dtype)
+        self.down = weight(rngs, c.embed, c.ffn, dtype=dtype)
+        self.gate_up_bias = zeros(2, c.ffn, dtype=dtype) if c.mlp_bias else None
+        self.down_bias = zeros(c.embed, dtype=dtype) if c.mlp_bias else None
+        self.activation = c.activation
+
+    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+        has_bias = self.gate_up_bias is not None
+        both = linear(x, self.gate_up[...], self.gate_up_bias[...] if has_bias else None)
+        ffn = both.shape[-1] // 2
+        inner = _activate(both[:, :ffn], self.activation) * both[:, ffn:]
+        return linear(inner, self.down[...], self.down_bias[...] if has_bias else None)
+
+
+def _activate(x: Float[Array, "tokens ffn"], activation: Activation) -> Float[Array, "tokens ffn"]:
+    if activation == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")

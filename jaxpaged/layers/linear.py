@@ -1,0 +1,33 @@
+"""Matrix products with weights stored as `[out, in]`, as checkpoints store them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+def weight(rngs: nnx.Rngs, *shape: int, dtype: DTypeLike) -> nnx.Param:
+    """Make a weight whose last axis is contracted, scaled so that outputs keep their variance."""
+    scale = math.sqrt(3 / shape[-1])
+    return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -scale, scale))
+
+
+def zeros(*shape: int, dtype: DTypeLike) -> nnx.Param:
+    """Make a bias."""
+    return nnx.Param(jnp.zeros(shape, dtype))
+
+
+def linear(
+    x: Float[Array, "tokens in"],
+    w: Float[Array, "*out in"],
+    bias: Float[Array, "*out"] | None = None,
+) -> Float[Array, "tokens out_size"]:
+    """Multiply by `w` and add `bias`; the leading axes of `w` come out as one.
+
+    Sums are in float32 and stored in x's type.
+    """
+    y = jax.lax.dot_general(x, w.reshape(-1, w.shape[-1]), (((1,), (1,)), ((), ())))
+    return y if bias is None else y + bias.reshape(1, -1)

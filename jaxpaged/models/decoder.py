@@ -1,0 +1,141 @@
+"""The one decoder: every family is a configuration of it."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from jaxpaged.arrays import DeviceState, KVPages, Params, RaggedBatch
+from jaxpaged.config.architecture import LayerKind, ModelConfig
+from jaxpaged.layers.attention import Attention, AttentionOp
+from jaxpaged.layers.embedding import Embedding
+from jaxpaged.layers.feed_forward import FeedForward
+from jaxpaged.layers.norm import RMSNorm
+from jaxpaged.layers.rope import Angles, rope_angles
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward, each after a norm and added to what came in."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        attend: AttentionOp,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        norm = partial(RMSNorm, config.embed, eps=config.norm_eps)
+        self.attention_norm = norm()
+        self.attention = Attention(config, kind, attend, dtype=dtype, rngs=rngs)
+        self.feed_forward_norm = norm()
+        self.feed_forward = FeedForward(config, dtype=dtype, rngs=rngs)
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.feed_forward_post_norm = norm() if config.post_norms else None
+
+    def __call__(
+        self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
+    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+        added, pages = self.attention(self.attention_norm(x), angles, pages, batch)
+        x = x + (added if self.attention_post_norm is None else self.attention_post_norm(added))
+        added = self.feed_forward(self.feed_forward_norm(x))
+        x = x + (
+            added if self.feed_forward_post_norm is None else self.feed_forward_post_norm(added)
+        )
+        return x, pages
+
+
+class Decoder(nnx.Module):
+    """Token ids in, hidden states out; KV goes to the page pool on the way.
+
+    Has no state beside its weights. `dtype` is that of weights and activations.
+    """
+
+    def __init__(
+        self, config: ModelConfig, attend: AttentionOp, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        self.config = config
+        self.embedding = Embedding(config, scale=config.embed_scale, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, kind, attend, dtype=dtype, rngs=rngs)
+                for kind in config.layer_kinds
+            ]
+        )
+        self.norm = RMSNorm(config.embed, eps=config.norm_eps)
+        tied = config.tied_embeddings
+        self.lm_head = None if tied else Embedding(config, scale=1.0, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, batch: RaggedBatch, state: DeviceState
+    ) -> tuple[Float[Array, "tokens embed"], DeviceState]:
+        """Compute the normed hidden state of every token and write its KV.
+
+        Hidden states of padding tokens mean nothing.
+        """
+        x = self.embedding(input_ids(batch, state))
+        head_dim = self.config.head_dim
+        ropes = dict.fromkeys(kind.rope for kind in self.config.layer_kinds)
+        angles = {rope: rope_angles(batch.positions, head_dim, rope) for rope in ropes}
+        pool = []
+        for layer, kind, pages in zip(
+            self.layers, self.config.layer_kinds, state.kv_pages, strict=True
+        ):
+            graphdef, weights = nnx.split(layer)
+            params = nnx.to_pure_dict(weights)
+            x, pages = _run_layer(graphdef, params, x, angles[kind.rope], pages, batch)
+            pool.append(pages)
+        return self.norm(x), replace(state, kv_pages=tuple(pool))
+
+    def unembed(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
+        """Turn hidden states into logits, float32, the model's soft cap applied."""
+        head = self.embedding if self.lm_head is None else self.lm_head
+        logits = head.logits(hidden)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+# Layers of one kind have equal graphdefs, so they share one trace and one lowered function.
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    x: Float[Array, "tokens embed"],
+    angles: Angles,
+    pages: KVPages,
+    batch: RaggedBatch,
+) -> tuple[Float[Array, "tokens embed"], KVPages]:
+    return nnx.merge(graphdef, params)(x, angles, pages, batch)
+
+
+def input_ids(batch: RaggedBatch, state: DeviceState) -> Int32[Array, " tokens"]:
+    """Take each token from the batch, or from `last_token_ids` where the host does not know it yet."""
+    if batch.is_decode_only:
+        slots = batch.seq_slots  # row s owns token s
+    else:
+        places = jnp.arange(batch.token_ids.shape[0], dtype=batch.cu_q_lens.dtype)
+        rows = jnp.searchsorted(batch.cu_q_lens, places, side="right") - 1
+        slots = batch.seq_slots.at[rows].get(mode="clip")
+    return jnp.where(batch.from_last, state.last_token_ids[slots], batch.token_ids)
+
+
+def init_device_state(
+    config: ModelConfig, num_pages: int, page_size: int, max_num_seqs: int, dtype: DTypeLike
+) -> DeviceState:
+    """Make an empty page pool of `num_pages` (the null page included) and the rows of `max_num_seqs`.
+
+    `dtype` is that of the KV. A spare slot is added for padding rows.
+    """
+    shape = (num_pages, config.kv_heads, page_size, config.head_dim)
+    return DeviceState(
+        kv_pages=tuple(
+            KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in config.layer_kinds
+        ),
+        last_token_ids=jnp.zeros(max_num_seqs + 1, jnp.int32),
+        output_counts=jnp.zeros((max_num_seqs + 1, config.vocab), jnp.int16),
+    )

@@ -1,0 +1,142 @@
+"""From what the operator typed to files on this disk."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import huggingface_hub
+
+from jaxpaged.errors import ConfigError, WeightsError
+from jaxpaged.weights.safetensors import INDEX, SINGLE
+from jaxpaged.weights.source import clip
+
+type LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+SMALL_FILES = ("*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja")
+IGNORED_FILES = ("original/*", "consolidated*")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`path` is a folder with config.json, or a GGUF file."""
+
+    path: Path
+    is_gguf: bool
+
+
+def find_checkpoint(
+    path_or_id: str | Path, load_format: LoadFormat, revision: str | None
+) -> Checkpoint:
+    """Find a folder or a GGUF file, or fetch a model from the hub.
+
+    Only safetensors, configuration and tokenizer files are fetched.
+
+    Raises:
+        ConfigError: there is no such thing, or the hub cannot be asked.
+        WeightsError: the weights there are in no format that is read.
+    """
+    path = Path(path_or_id)
+    if not path.exists():
+        path = _fetch(str(path_or_id), load_format, revision)
+    checkpoint = _identify(path)
+    if load_format == "gguf" and not checkpoint.is_gguf:
+        raise ConfigError(
+            clip(f"load_format is gguf and {path.name} is no GGUF file: leave it at auto")
+        )
+    if load_format == "safetensors" and checkpoint.is_gguf:
+        raise ConfigError(
+            clip(f"load_format is safetensors and {path.name} is a GGUF file: leave it at auto")
+        )
+    if load_format != "dummy" and not checkpoint.is_gguf:
+        _check_weights(checkpoint.path)
+    return checkpoint
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json, refusing one that needs code of its own."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            clip(f"{path.name} of {folder.name} cannot be read: {error.strerror}")
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            clip(f"{path.name} of {folder.name} is no valid JSON: {error}")
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(clip(f"{path.name} of {folder.name} is no mapping"))
+    if config.get("auto_map"):
+        raise ConfigError(
+            clip(
+                f"{path.name} of {folder.name} has an auto_map: code of a model folder is never run"
+            )
+        )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            clip(
+                f"{path.name} of {folder.name} has a quantization_config, which is not served yet: take GGUF"
+            )
+        )
+    return config
+
+
+def _identify(path: Path) -> Checkpoint:
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ConfigError(
+                clip(f"{path.name} is a file: name a folder with config.json, or a .gguf file")
+            )
+        return Checkpoint(path, is_gguf=True)
+    if (path / "config.json").is_file():
+        return Checkpoint(path, is_gguf=False)
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return Checkpoint(ggufs[0], is_gguf=True)
+    if ggufs:
+        raise ConfigError(
+            clip(f"{path.name} holds {len(ggufs)} GGUF files and no config.json: name one file")
+        )
+    raise ConfigError(
+        clip(f"{path.name} has no config.json and no .gguf file: it is no model folder")
+    )
+
+
+def _check_weights(folder: Path) -> None:
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        return
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise WeightsError(
+            clip(
+                f"{folder.name} has only pickled weights ({pickles[0]}), never opened: convert to safetensors"
+            )
+        )
+    raise WeightsError(clip(f"{folder.name} has neither {SINGLE} nor {INDEX}"))
+
+
+def _fetch(model_id: str, load_format: LoadFormat, revision: str | None) -> Path:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id) or model_id.startswith("."):
+        raise ConfigError(
+            clip(f"{model_id} does not exist: name a folder, a .gguf file or a hub id")
+        )
+    weights = () if load_format == "dummy" else ("*.safetensors",)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            model_id,
+            revision=revision,
+            allow_patterns=[*SMALL_FILES, *weights],
+            ignore_patterns=list(IGNORED_FILES),
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            clip(
+                f"{model_id} is no folder here and could not be fetched from the hub "
+                f"({type(error).__name__}): check the name, the network and HF_TOKEN"
+            )
+        ) from error
+    return Path(folder)

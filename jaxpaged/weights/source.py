@@ -1,0 +1,58 @@
+"""What the loader needs of a file format, and how a refusal stays one line."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+MAX_ERROR_CHARS = 300
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of a tensor. `start` and `stop` are bytes from the file's beginning."""
+
+    shape: tuple[int, ...]
+    dtype: str  # the format's own name
+    start: int
+    stop: int
+
+
+class TensorSource(Protocol):
+    """A checkpoint whose header was checked and whose tensors are read when asked for."""
+
+    label: str  # names the checkpoint in errors
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows `start : stop` of the first axis, floating point, maybe a view into the file."""
+        ...
+
+
+def first_of(problems: Iterable[str], label: str) -> str:
+    """Join as many problems as fit into one line and count the rest."""
+    problems = list(problems)
+    text, shown = f"{label}: ", 0
+    for problem in problems:
+        rest = len(problems) - shown - 1
+        tail = f"; and {rest} more" if rest else ""
+        joined = problem if shown == 0 else f"; {problem}"
+        if shown and len(text) + len(joined) + len(tail) > MAX_ERROR_CHARS:
+            break
+        text, shown = text + joined, shown + 1
+    rest = len(problems) - shown
+    tail = f"; and {rest} more" if rest else ""
+    return clip(text, MAX_ERROR_CHARS - len(tail)) + tail
+
+
+def clip(text: str, most: int = MAX_ERROR_CHARS) -> str:
+    """One printable line of at most `most` characters."""
+    line = "".join(c if c.isprintable() else "?" for c in text)
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
