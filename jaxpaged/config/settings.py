@@ -29,6 +29,7 @@ class ModelSettings:
     model: str = setting("", "directory, GGUF file or hub id of the model")
     served_model_name: tuple[str, ...] = setting((), "names in the API (default: the model)")
     tokenizer: str | None = setting(None, "directory of another tokenizer (default: the model's)")
+    skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids only")
     revision: str | None = setting(None, "commit or tag on the hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "type of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU"
@@ -145,10 +146,6 @@ class CompileSettings:
     compile_cache_dir: str | None = setting(
         None, "where finished programs are kept (default: ~/.cache/jaxpaged; empty: nowhere)"
     )
-    batch_buckets: tuple[int, ...] = setting(
-        (), "padded numbers of sequences (default: by platform)"
-    )
-    token_buckets: tuple[int, ...] = setting((), "padded numbers of tokens (default: by platform)")
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of all waiting sequences; costs a walk over them."""
+        return sum(len(seq.token_ids) for seq in self._waiting.values())
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 

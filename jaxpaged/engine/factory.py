@@ -18,12 +18,13 @@ from tqdm import tqdm
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
-from jaxpaged.core.buckets import Bucket, BucketLadder, default_ladder
+from jaxpaged.core.buckets import BucketLadder, default_ladder
 from jaxpaged.core.packing import PackedLayout
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
-from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
+from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, machine_identity
 from jaxpaged.engine.inputs import InputProcessor
@@ -35,7 +36,7 @@ from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.models.decoder import init_device_state
 from jaxpaged.text.templates import ChatTemplate
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer, load_tokenizer
 from jaxpaged.weights.loader import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def build_engine(
             attend=attention or paged_attention,
         )
     with _timed(phases, "tokenizer"):
-        tokenizer = load_tokenizer(config.model.tokenizer or loaded.path)
+        tokenizer = _tokenizer(config, loaded)
         template = _template(config.model.chat_template, tokenizer)
     with _timed(phases, "page pool"):
         model, config = _fix_sizes(config, loaded.config, platform)
@@ -164,7 +165,9 @@ def _device_side(
     processors = dict(logits_processors or {})
     bits = {name: bit for bit, name in enumerate(processors)}
     builder = BatchBuilder(pages_per_seq, page_size, max_num_seqs, model.vocab, bits)
-    ladder = _ladder(config, max_num_seqs, budget)
+    ladder = default_ladder(
+        "cpu" if jax.default_backend() == "cpu" else "gpu", max_num_seqs, budget
+    )
     is_cacheable = attention is None and not processors and config.compile.compile_cache_dir != ""
     folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
     runner = Runner(
@@ -194,7 +197,7 @@ def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
 
 
 def _warm_up(runner: Runner, ladder: BucketLadder, show_progress: bool) -> None:
-    buckets: list[Bucket] = ladder.all_buckets()
+    buckets = ladder.all_buckets()
     with tqdm(total=len(buckets), desc="programs", disable=not show_progress) as bar:
 
         def notice(done: int, total: int) -> None:
@@ -246,19 +249,17 @@ def _fit_max_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> Mo
     return dataclasses.replace(model, max_len=fits)
 
 
-def _ladder(config: EngineConfig, max_num_seqs: int, budget: int) -> BucketLadder:
-    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    ladder = default_ladder(platform, max_num_seqs, budget)
-    if config.compile.batch_buckets:
-        ladder = dataclasses.replace(ladder, seq_buckets=config.compile.batch_buckets)
-    if config.compile.token_buckets:
-        ladder = dataclasses.replace(ladder, token_buckets=config.compile.token_buckets)
-    return ladder
+def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> Tokenizer:
+    """The model's own tokenizer, another one, or none: then only token ids are taken."""
+    if config.model.skip_tokenizer_init:
+        return ids_only_tokenizer()
+    return load_tokenizer(config.model.tokenizer or loaded.path)
 
 
 def _template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     if path is None:
-        return tokenizer.chat_template
+        found = tokenizer.chat_templates
+        return ChatTemplate(found, tokenizer.special_tokens) if found else None
     try:
         return ChatTemplate(Path(path).read_text(encoding="utf-8"), tokenizer.special_tokens)
     except OSError as error:
