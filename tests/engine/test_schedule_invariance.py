@@ -1,0 +1,131 @@
+"""The schedule never changes the answer, on a real model over pages full of NaN."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.core.params import SamplingParams
+from tests.support.engines import MOST_PAGES, PAGE_SIZE, TinyEngine
+
+LEAST_MARGIN = 1e-4  # of the two likeliest tokens' logprobs, below which rounding may decide
+LOGPROB_TOLERANCE = 1e-4
+
+
+@dataclass
+class Tally:
+    """How many steps were compared, and how many differed where rounding may decide."""
+
+    steps: int = 0
+    close_calls: list[float] = field(default_factory=list)
+
+
+@st.composite
+def jobs(draw):
+    num_shared = draw(st.sampled_from([0, 5, 15, 16, 17, 33]))
+    shared = [7 + i % 3 for i in range(num_shared)]
+    tail = draw(st.lists(st.integers(0, 255), min_size=1, max_size=40))
+    max_tokens = draw(st.integers(1, 24))
+    options = draw(
+        st.sampled_from(
+            [
+                {},
+                {"temperature": 1.0, "seed": 7},
+                {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 11},
+                {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+                {"prompt_logprobs": 1},
+            ]
+        )
+    )
+    common = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 2}
+    return shared + tail, SamplingParams(**common | options)
+
+
+def compare(got, want, tally: Tally) -> None:
+    """Token by token until the first close call, after which the contexts differ."""
+    answer, alone = got.outputs[0], want.outputs[0]
+    assert len(answer.token_ids) == len(alone.token_ids)
+    for step, (token, wanted) in enumerate(zip(answer.token_ids, alone.token_ids, strict=True)):
+        tally.steps += 1
+        top = sorted((p.logprob for p in alone.logprobs[step].values()), reverse=True)
+        if token != wanted:
+            assert top[0] - top[1] <= LEAST_MARGIN, f"step {step}: {token}, alone {wanted}"
+            tally.close_calls.append(top[0] - top[1])
+            return
+        difference = answer.logprobs[step][token].logprob - alone.logprobs[step][token].logprob
+        assert abs(difference) < LOGPROB_TOLERANCE
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    work=st.lists(jobs(), min_size=2, max_size=6),
+    token_budget=st.sampled_from([4, 17, 32, 256]),
+    spare_pages=st.integers(0, 6),
+    max_in_flight=st.integers(1, 2),
+    hash_bits=st.sampled_from([256, 4]),
+)
+def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(
+    parts_r, work, token_budget, spare_pages, max_in_flight, hash_bits
+):
+    prompts, params = [job[0] for job in work], [job[1] for job in work]
+    longest = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
+    num_pages = 1 + -(-longest // PAGE_SIZE) + spare_pages
+    crowd = TinyEngine(
+        parts_r,
+        num_pages=min(num_pages, MOST_PAGES),
+        token_budget=token_budget,
+        max_in_flight=max_in_flight,
+        hash_bits=hash_bits,
+    )
+    tally = Tally()
+    together = crowd.generate(prompts, params)
+    for prompt, one, got in zip(prompts, params, together, strict=True):
+        compare(got, TinyEngine(parts_r).generate([prompt], [one])[0], tally)
+    assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
+
+
+def test_a_storm_of_preemptions_changes_nothing(parts_r):
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, 255, 40).tolist() for _ in range(8)]
+    params = [
+        SamplingParams(max_tokens=64, ignore_eos=True, logprobs=2, **options)
+        for options in [
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": 5},
+            {"temperature": 0.0, "repetition_penalty": 1.2},
+            {"temperature": 0.7, "seed": 9, "frequency_penalty": 0.3},
+        ]
+        * 2
+    ]
+    small = TinyEngine(parts_r, num_pages=1 + 10)
+    stormy = small.generate(prompts, params)
+    assert small.scheduler.num_preemptions >= 5
+    tally = Tally()
+    for prompt, one, got in zip(prompts, params, stormy, strict=True):
+        assert len(got.outputs[0].token_ids) == 64
+        compare(got, TinyEngine(parts_r).generate([prompt], [one])[0], tally)
+    assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
+def test_a_warm_prefix_gives_the_tokens_of_a_cold_one(parts_r, length):
+    prompt = [(3 * i) % 250 for i in range(length)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+    engine = TinyEngine(parts_r)
+    cold = engine.generate([prompt], [params])[0]
+    warm = engine.generate([prompt] * 3, [params] * 3)
+    assert cold.num_cached_tokens == 0
+    for output in warm:
+        assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert output.num_cached_tokens == (length - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def test_the_tokens_of_different_prompts_differ(parts_r):
+    """Otherwise the comparisons above would prove nothing."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 255, 20).tolist() for _ in range(20)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = TinyEngine(parts_r).generate(prompts, [params] * 20)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) >= 19

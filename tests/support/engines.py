@@ -1,0 +1,109 @@
+"""Engines on tiny models: one compiled runner, any number of host sides over it.
+
+The page pool on the device is filled with NaN before each use, so that a stray read shows.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.config.flags import config_from_keywords
+from jaxpaged.core.batch_builder import BatchBuilder
+from jaxpaged.core.buckets import Bucket, BucketLadder
+from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.factory import EngineParts, build_engine
+from jaxpaged.engine.llm import LLM
+from jaxpaged.metrics import EngineMetrics
+
+PAGE_SIZE = 16
+MAX_NUM_SEQS = 4
+MOST_PAGES = 1 + MAX_NUM_SEQS * 256 // PAGE_SIZE
+
+# few sizes, so that a test run compiles little: every sampler can do what `full` does
+LADDER = BucketLadder(
+    [
+        Bucket("decode", "full", 1, 1),
+        Bucket("decode", "full", 4, 4),
+        Bucket("mixed", "full", 32, 4),
+        Bucket("mixed", "full", 256, 4),
+        Bucket("mixed", "scored", 64, 4),
+    ]
+)
+
+
+def tiny_parts(model: Path, **settings) -> EngineParts:
+    """An engine with a page pool for MAX_NUM_SEQS sequences of 256 tokens, nothing compiled yet."""
+    given = {
+        "block_size": PAGE_SIZE,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "num_gpu_blocks_override": MOST_PAGES,
+        "compile_cache_dir": "",
+        "max_model_len": 256,
+    }
+    return build_engine(config_from_keywords(model=str(model), **given | settings))
+
+
+@dataclass
+class TinyEngine:
+    """A fresh scheduler, pool and cache over the compiled steps of `parts`."""
+
+    parts: EngineParts
+    num_pages: int = MOST_PAGES
+    token_budget: int = 256
+    max_in_flight: int = 2
+    hash_bits: int = 256
+    reserve_full_prompt: bool = False
+    poison: bool = True
+    engine: Engine = field(init=False)
+
+    def __post_init__(self):
+        runner, model = self.parts.engine.runner, self.parts.model
+        if self.poison:
+            poison_pages(runner)
+        pool = PagePool(self.num_pages, PAGE_SIZE)
+        limits = SchedulerLimits(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=self.token_budget,
+            max_model_len=model.max_len,
+            enable_prefix_caching=True,
+            long_prefill_token_threshold=0,
+            max_num_scored_tokens=64,
+            reserve_full_prompt=self.reserve_full_prompt,
+        )
+        self.engine = Engine(
+            runner,
+            Scheduler(limits, pool, PrefixCache(pool, self.hash_bits)),
+            BatchBuilder(-(-model.max_len // PAGE_SIZE), PAGE_SIZE, MAX_NUM_SEQS, model.vocab, {}),
+            LADDER,
+            self.parts.tokenizer,
+            EngineMetrics("tiny", model.max_len),
+            self.max_in_flight,
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]):
+        """Outputs in the order of the prompts; pages are accounted for after every step."""
+        llm = LLM.from_parts(dataclasses.replace(self.parts, engine=self.engine))
+        self.engine.on_step = lambda plan: self.scheduler.check()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        self.scheduler.check()
+        assert self.scheduler.pool.num_held == 0
+        return outputs
+
+
+def poison_pages(runner) -> None:
+    """Fill the whole page pool with NaN."""
+    state = runner.state
+    pages = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), state.kv_pages)
+    runner._state = dataclasses.replace(state, kv_pages=pages)
