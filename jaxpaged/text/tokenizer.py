@@ -103,7 +103,7 @@ class Tokenizer:
             else:
                 batch = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 ids = batch[0].ids
-        except UnicodeEncodeError:
+        except TypeError:  # what the library says of it
             raise RequestError(
                 "the text holds half of a surrogate pair, which is no character",
                 param="prompt",
