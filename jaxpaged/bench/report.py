@@ -40,6 +40,11 @@ class Report:
         self._lines.append(line)
         self._write(line)
 
+    def kernels(self, times: dict[str, tuple[int, float]], most: int) -> None:
+        """List the kernels that took the longest: launches, microseconds in all, name."""
+        for name, (count, micros) in list(times.items())[:most]:
+            self._out.write(f"  {count:6d} {micros:10.1f} us  {name[:100]}\n")
+
     def table(self) -> None:
         """Print all measurements as one table, columns by first appearance."""
         columns = list(dict.fromkeys(key for line in self._lines for key in line))

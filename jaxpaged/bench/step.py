@@ -10,13 +10,17 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from jaxpaged.bench.kernel_times import kernel_times
 from jaxpaged.bench.report import Report
 from jaxpaged.bench.roofline import CEILINGS, StepCost, floor_seconds
 from jaxpaged.config.flags import add_engine_flags, config_from_args
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.engine.factory import build_engine
+from jaxpaged.engine.runner import Runner
 from jaxpaged.errors import ConfigError
+
+PROFILED_STEPS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampler", default="greedy", choices=("greedy", "sampled", "full"))
     parser.add_argument("--steps", type=int, default=50, help="timed steps of each case")
     parser.add_argument("--label", default="", help="names the model in the report")
+    parser.add_argument("--kernels", type=int, default=0, help="list this many kernels by time")
     add_engine_flags(parser)
 
 
@@ -67,7 +72,15 @@ def run(args: argparse.Namespace, report: Report) -> None:
             floor = floor_seconds(model, cost, ceilings, itemsize)
             line |= {"roofline_ms": round(1e3 * floor, 3), "of_roofline": round(floor / seconds, 3)}
         report.add(args.label or parts.config.model.model, line)
+        if args.kernels:
+            report.kernels(_profiled(runner, batch), args.kernels)
     runner.close()
+
+
+def _profiled(runner: Runner, batch: HostBatch) -> dict[str, tuple[int, float]]:
+    return kernel_times(
+        lambda: [runner.read(runner.dispatch(batch)) for _ in range(PROFILED_STEPS)]
+    )
 
 
 def decode_batch(
