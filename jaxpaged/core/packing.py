@@ -14,7 +14,10 @@ import numpy as np
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.params import MAX_BIASES
 
+ALIGNMENT = 64  # words: a field may go to a GPU kernel as it lies, on a border of 256 bytes
+
 type PackedType = Literal["int32", "float32", "uint32", "bool"]
+type _Shapes = list[tuple[str, tuple[int, ...], PackedType]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class PackedLayout:
 
     @cached_property
     def fields(self) -> tuple[PackedField, ...]:
-        offset, fields = 0, []
+        offset, fields = 0, list[PackedField]()
         for name, shape, dtype in self._shapes():
             fields.append(PackedField(name, shape, dtype, offset))
-            offset += math.prod(shape)
+            offset += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
         return tuple(fields)
 
     @property
@@ -55,15 +58,15 @@ class PackedLayout:
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Writable views into `buffer`, i32[size], by field name; a bool shows as int32."""
-        views = {}
+        views: dict[str, np.ndarray] = {}
         for f in self.fields:
             words = buffer[f.offset : f.offset + f.size].reshape(f.shape)
             views[f.name] = words if f.dtype == "bool" else words.view(f.dtype)
         return views
 
-    def _shapes(self) -> list[tuple[str, tuple[int, ...], PackedType]]:
+    def _shapes(self) -> _Shapes:
         tokens, seqs = self.bucket.num_tokens, self.bucket.num_seqs
-        shapes: list[tuple[str, tuple[int, ...], PackedType]] = [
+        shapes: _Shapes = [
             ("token_ids", (tokens,), "int32"),
             ("positions", (tokens,), "int32"),
             ("slot_mapping", (tokens,), "int32"),
@@ -99,7 +102,9 @@ class PackedLayout:
             ("processors", (seqs,), "int32"),
         ]
         if self.bucket.sampler == "scored":
-            shapes.append(("targets", (tokens,), "int32"))  # the next token of the prompt; -1 means sampled
+            shapes.append(
+                ("targets", (tokens,), "int32")
+            )  # the next token of the prompt; -1 means sampled
         return shapes
 
 
