@@ -39,9 +39,8 @@ def main():
     for item in json.loads(args.reference.read_text())["items"]:
         prompt, output = item["prompt_ids"], item["output_ids"]
         state, logits = forward(model.graphdef, model.params, state, whole(prompt + output[:-1]))
-        logprobs = np.asarray(jax.nn.log_softmax(logits))[
-            len(prompt) - 1 : len(prompt) + len(output) - 1
-        ]
+        first = len(prompt) - 1
+        logprobs = np.asarray(jax.nn.log_softmax(logits))[first : first + len(output)]
         for step, (token, margin) in enumerate(zip(output, item["margins"], strict=True)):
             count += 1
             wrong += int(logprobs[step].argmax()) != token and margin > LEAST_MARGIN

@@ -102,9 +102,7 @@ class Attention(nnx.Module):
         else:
             seen = self.attend(q, pages, batch, spec=self.spec, sinks=self.sinks[...])
         seen = seen.astype(x.dtype).reshape(x.shape[0], -1)
-        return linear(
-            seen, self.out[...], None if self.out_bias is None else self.out_bias[...]
-        ), pages
+        return linear(seen, self.out, self.out_bias), pages
 
     def _project(
         self, x: Float[Array, "tokens embed"], angles: Angles
@@ -114,7 +112,7 @@ class Attention(nnx.Module):
         Float[Array, "tokens kv_heads head_dim"],
     ]:
         tokens = x.shape[0]
-        qkv = linear(x, self.qkv[...], None if self.qkv_bias is None else self.qkv_bias[...])
+        qkv = linear(x, self.qkv, self.qkv_bias)
         qkv = qkv.reshape(tokens, -1, self.group + 2, self.head_dim)
         q = qkv[:, :, : self.group].reshape(tokens, -1, self.head_dim)
         k, v = qkv[:, :, self.group], qkv[:, :, self.group + 1]

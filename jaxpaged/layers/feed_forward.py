@@ -21,14 +21,13 @@ class FeedForward(nnx.Module):
         self.down = weight(rngs, c.embed, c.ffn, dtype=dtype)
         self.gate_up_bias = zeros(2, c.ffn, dtype=dtype) if c.mlp_bias else None
         self.down_bias = zeros(c.embed, dtype=dtype) if c.mlp_bias else None
-        self.activation = c.activation
+        self.activation: Activation = c.activation
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        has_bias = self.gate_up_bias is not None
-        both = linear(x, self.gate_up[...], self.gate_up_bias[...] if has_bias else None)
+        both = linear(x, self.gate_up, self.gate_up_bias)
         ffn = both.shape[-1] // 2
         inner = _activate(both[:, :ffn], self.activation) * both[:, ffn:]
-        return linear(inner, self.down[...], self.down_bias[...] if has_bias else None)
+        return linear(inner, self.down, self.down_bias)
 
 
 def _activate(x: Float[Array, "tokens ffn"], activation: Activation) -> Float[Array, "tokens ffn"]:

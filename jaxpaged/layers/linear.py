@@ -21,13 +21,12 @@ def zeros(*shape: int, dtype: DTypeLike) -> nnx.Param:
 
 
 def linear(
-    x: Float[Array, "tokens in"],
-    w: Float[Array, "*out in"],
-    bias: Float[Array, "*out"] | None = None,
-) -> Float[Array, "tokens out_size"]:
-    """Multiply by `w` and add `bias`; the leading axes of `w` come out as one.
+    x: Float[Array, "tokens in"], weight: nnx.Param, bias: nnx.Param | None
+) -> Float[Array, "tokens out"]:
+    """Multiply by `weight` and add `bias`; the leading axes of `weight` come out as one.
 
     Sums are in float32 and stored in x's type.
     """
-    y = jax.lax.dot_general(x, w.reshape(-1, w.shape[-1]), (((1,), (1,)), ((), ())))
-    return y if bias is None else y + bias.reshape(1, -1)
+    w = weight[...].reshape(-1, x.shape[-1])
+    y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+    return y if bias is None else y + bias[...].reshape(1, -1)

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 class RMSNorm(nnx.Module):
     """Divide by the root mean square over the last axis, then scale.
 
-    Weight and arithmetic are float32, the result has x's type. `scale` is the whole factor: a checkpoint that
-    stores it less one gets its one when it is loaded.
+    Weight and arithmetic are float32, the result has x's type. `scale` is the whole factor: a
+    checkpoint that stores it less one gets its one when it is loaded.
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
     """
 

@@ -16,8 +16,8 @@ type Angles = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 def rope_angles(positions: Int32[Array, " tokens"], head_dim: int, rope: RopeConfig) -> Angles:
     """Compute cosines and sines for `positions`, in float32.
 
-    Source: Su et al. 2021 (arXiv 2104.09864); scaling by Chen et al. 2023 (arXiv 2306.15595, linear),
-    Peng et al. 2023 (arXiv 2309.00071, yarn), the Llama 3 report (arXiv 2407.21783, llama3).
+    Source: Su et al. 2021 (arXiv 2104.09864); scaling by Chen et al. 2023 (arXiv 2306.15595,
+    linear), Peng et al. 2023 (arXiv 2309.00071, yarn), the Llama 3 report (arXiv 2407.21783).
     """
     places = positions.astype(jnp.float32)[:, None]
     if rope.kind == "dynamic":
@@ -50,11 +50,10 @@ def frequencies(head_dim: int, rope: RopeConfig) -> NDArray[np.float32]:
 
 
 def _llama3_frequencies(plain: NDArray[np.float64], rope: RopeConfig) -> NDArray[np.float64]:
-    # turns made within the original context: few -> divide by factor, many -> keep, between -> blend
+    # turns within the original context: few -> divide by factor, many -> keep, between -> blend
     turns = rope.original_max_len * plain / (2 * math.pi)
-    keep = np.clip(
-        (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1
-    )
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0, 1)
     return plain * (keep + (1 - keep) / rope.factor)
 
 

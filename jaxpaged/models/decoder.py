@@ -42,12 +42,13 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens embed"], KVPages]:
         added, pages = self.attention(self.attention_norm(x), angles, pages, batch)
-        x = x + (added if self.attention_post_norm is None else self.attention_post_norm(added))
+        if self.attention_post_norm is not None:
+            added = self.attention_post_norm(added)
+        x = x + added
         added = self.feed_forward(self.feed_forward_norm(x))
-        x = x + (
-            added if self.feed_forward_post_norm is None else self.feed_forward_post_norm(added)
-        )
-        return x, pages
+        if self.feed_forward_post_norm is not None:
+            added = self.feed_forward_post_norm(added)
+        return x + added, pages
 
 
 class Decoder(nnx.Module):
@@ -61,12 +62,8 @@ class Decoder(nnx.Module):
     ):
         self.config = config
         self.embedding = Embedding(config, scale=config.embed_scale, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [
-                DecoderLayer(config, kind, attend, dtype=dtype, rngs=rngs)
-                for kind in config.layer_kinds
-            ]
-        )
+        layer = partial(DecoderLayer, config, attend=attend, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([layer(kind) for kind in config.layer_kinds])
         self.norm = RMSNorm(config.embed, eps=config.norm_eps)
         tied = config.tied_embeddings
         self.lm_head = None if tied else Embedding(config, scale=1.0, dtype=dtype, rngs=rngs)
@@ -79,13 +76,11 @@ class Decoder(nnx.Module):
         Hidden states of padding tokens mean nothing.
         """
         x = self.embedding(input_ids(batch, state))
-        head_dim = self.config.head_dim
-        ropes = dict.fromkeys(kind.rope for kind in self.config.layer_kinds)
+        kinds, head_dim = self.config.layer_kinds, self.config.head_dim
+        ropes = dict.fromkeys(kind.rope for kind in kinds)
         angles = {rope: rope_angles(batch.positions, head_dim, rope) for rope in ropes}
         pool = []
-        for layer, kind, pages in zip(
-            self.layers, self.config.layer_kinds, state.kv_pages, strict=True
-        ):
+        for layer, kind, pages in zip(self.layers, kinds, state.kv_pages, strict=True):
             graphdef, weights = nnx.split(layer)
             params = nnx.to_pure_dict(weights)
             x, pages = _run_layer(graphdef, params, x, angles[kind.rope], pages, batch)
@@ -114,7 +109,7 @@ def _run_layer(
 
 
 def input_ids(batch: RaggedBatch, state: DeviceState) -> Int32[Array, " tokens"]:
-    """Take each token from the batch, or from `last_token_ids` where the host does not know it yet."""
+    """Take each token from the batch, or from `last_token_ids` where the host has not read it."""
     if batch.is_decode_only:
         slots = batch.seq_slots  # row s owns token s
     else:
@@ -127,9 +122,9 @@ def input_ids(batch: RaggedBatch, state: DeviceState) -> Int32[Array, " tokens"]
 def init_device_state(
     config: ModelConfig, num_pages: int, page_size: int, max_num_seqs: int, dtype: DTypeLike
 ) -> DeviceState:
-    """Make an empty page pool of `num_pages` (the null page included) and the rows of `max_num_seqs`.
+    """Make an empty page pool and the slots of `max_num_seqs` sequences, plus the spare one.
 
-    `dtype` is that of the KV. A spare slot is added for padding rows.
+    `num_pages` counts the null page; `dtype` is that of the KV.
     """
     shape = (num_pages, config.kv_heads, page_size, config.head_dim)
     return DeviceState(

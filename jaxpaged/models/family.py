@@ -7,6 +7,7 @@ from typing import Literal
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.fields import Fields
+from jaxpaged.models.rope_fields import LAYER_TYPES
 
 type Part = Literal["whole", "q", "k", "v", "gate", "up"]
 
@@ -107,21 +108,18 @@ class Sizes:
     num_layers: int
 
 
-def read_sizes(fields: Fields, *, head_dim: int | None = None) -> Sizes:
+def read_sizes(fields: Fields, *, head_dim: int | None) -> Sizes:
     """Read the model's sizes. `head_dim` applies when the file names none; None derives it."""
     embed = fields.count("hidden_size", most=2**20)
     heads = fields.count("num_attention_heads", most=4096)
     kv_heads = fields.count("num_key_value_heads", heads, most=4096)
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", f"it must divide num_attention_heads, {heads}")
-    head_dim = fields.count("head_dim", head_dim, most=4096)
-    if head_dim is None:
-        if embed % heads:
-            fields.refuse(
-                "hidden_size", f"without head_dim, num_attention_heads ({heads}) must divide it"
-            )
-        head_dim = embed // heads
-    if head_dim % 2:
+    derived = head_dim or embed // heads
+    if head_dim is None and fields.get("head_dim") is None and embed % heads:
+        fields.refuse("hidden_size", f"num_attention_heads, {heads}, must divide it")
+    head_dim = int(fields.count("head_dim", derived, most=4096))
+    if head_dim % 2 or head_dim == 0:
         raise ConfigError(
             f"{fields.source}: head_dim is {head_dim}: it must be even, its halves are rotated"
         )
@@ -138,16 +136,14 @@ def read_sizes(fields: Fields, *, head_dim: int | None = None) -> Sizes:
 
 def read_windows(fields: Fields, num_layers: int, derived: list[bool]) -> list[int | None]:
     """Window of every layer, from `layer_types`, or else from `derived` (True: slides)."""
-    types = fields.get("layer_types")
+    types, known = fields.get("layer_types"), ", ".join(LAYER_TYPES)
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers:
             fields.refuse("layer_types", f"it needs one entry for each of the {num_layers} layers")
         for entry in types:
-            if entry not in ("full_attention", "sliding_attention"):
-                fields.refuse(
-                    "layer_types", f"{entry!r} is not served: full_attention, sliding_attention"
-                )
-        derived = [entry == "sliding_attention" for entry in types]
+            if entry not in LAYER_TYPES:
+                fields.refuse("layer_types", f"{entry!r} is not served, known are {known}")
+        derived = [entry == LAYER_TYPES[1] for entry in types]
     if not any(derived):
         return [None] * num_layers
     window = fields.count("sliding_window")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxpaged.config.architecture import LayerKind, ModelConfig
+from jaxpaged.config.architecture import LayerKind, ModelConfig, RopeConfig
 from jaxpaged.models.family import Family, read_sizes, read_windows
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.rope_fields import read_rope
@@ -30,7 +30,7 @@ def translate_gemma2(fields: Fields) -> ModelConfig:
 
 
 def translate_gemma3(fields: Fields) -> ModelConfig:
-    """Read a Gemma 3 text configuration: five local layers to a global one, each with its rotation."""
+    """Read a Gemma 3 text configuration: five local layers to a global one, rotated differently."""
     if fields.get("use_bidirectional_attention"):
         fields.refuse("use_bidirectional_attention", "only causal models are served")
     config = _translate(fields, local_every=fields.count("sliding_window_pattern", 6))
@@ -72,17 +72,16 @@ def _translate(fields: Fields, *, local_every: int) -> ModelConfig:
     )
 
 
-def _local_rope(fields: Fields):
+def _local_rope(fields: Fields) -> RopeConfig:
     """The rotation of local layers, which has its own base and no scaling in the old spelling."""
     new = fields.get("rope_parameters")
     theta = fields.number("rope_local_base_freq", LOCAL_THETA)
     if isinstance(new, dict) and "sliding_attention" in new:
-        values = {
-            "rope_parameters": new,
-            "max_position_embeddings": fields.get("max_position_embeddings"),
-        }
+        # without the file's rope_theta, which is the global layers'
+        kept = ("rope_parameters", "max_position_embeddings")
+        values = {name: fields.get(name) for name in kept}
         return read_rope(Fields(values, fields.source), theta=theta, layer_type="sliding_attention")
-    return read_rope(Fields({}, fields.source), theta=theta)
+    return RopeConfig(theta)
 
 
 def _soft_cap(fields: Fields, name: str, default: float | None) -> float | None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from jaxpaged.config.architecture import LayerKind, ModelConfig
 from jaxpaged.models import llama
-from jaxpaged.models.family import PRE_NORMS, Family, read_sizes, read_windows
+from jaxpaged.models.family import PRE_NORMS, Family, read_windows
 from jaxpaged.models.fields import Fields
 
 QWEN3_HEAD_DIM = 128
@@ -12,16 +12,15 @@ QWEN3_HEAD_DIM = 128
 
 def translate_qwen2(fields: Fields) -> ModelConfig:
     """Read a Qwen 2 configuration: q, k and v have a bias, whatever it says."""
-    return _with_windows(
-        replace(llama.translate(fields), family="qwen2", qkv_bias=True, output_bias=False), fields
-    )
+    config = llama.translate(fields)
+    config = replace(config, family="qwen2", qkv_bias=True, output_bias=False)
+    return _with_windows(config, fields)
 
 
 def translate_qwen3(fields: Fields) -> ModelConfig:
     """Read a Qwen 3 configuration."""
-    config = llama.translate(fields)
-    head_dim = read_sizes(fields, head_dim=QWEN3_HEAD_DIM).head_dim
-    return _with_windows(replace(config, family="qwen3", qk_norm=True, head_dim=head_dim), fields)
+    config = llama.translate(fields, head_dim=QWEN3_HEAD_DIM)
+    return _with_windows(replace(config, family="qwen3", qk_norm=True), fields)
 
 
 def _with_windows(config: ModelConfig, fields: Fields) -> ModelConfig:
@@ -31,10 +30,8 @@ def _with_windows(config: ModelConfig, fields: Fields) -> ModelConfig:
     first = fields.count("max_window_layers", 28, least=0)
     derived = [index >= first for index in range(config.num_layers)]
     windows = read_windows(fields, config.num_layers, derived)
-    kinds = tuple(
-        LayerKind(w, kind.rope) for w, kind in zip(windows, config.layer_kinds, strict=True)
-    )
-    return replace(config, layer_kinds=kinds)
+    rope = config.layer_kinds[0].rope
+    return replace(config, layer_kinds=tuple(LayerKind(window, rope) for window in windows))
 
 
 QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), translate_qwen2, PRE_NORMS)

@@ -22,9 +22,8 @@ def read_rope(fields: Fields, *, theta: float, layer_type: str = LAYER_TYPES[0])
     theta = part.number(f"{name}.rope_theta", theta)
     kind = part.get(f"{name}.rope_type") or part.get(f"{name}.type") or "default"
     if kind not in KINDS:
-        return fields.refuse(
-            name, f"rope_type {kind!r} is not served, known are {', '.join(KINDS)}"
-        )
+        known = ", ".join(KINDS)
+        return fields.refuse(name, f"rope_type {kind!r} is not served, known are {known}")
     for owner, key in ((part, f"{name}.partial_rotary_factor"), (fields, "partial_rotary_factor")):
         if owner.get(key) not in (None, 1):
             owner.refuse(key, "only 1 is served")

@@ -12,10 +12,11 @@ from jaxtyping import Array, UInt32
 
 from jaxpaged.arrays import Params
 
+type Destination = jax.sharding.Sharding | Any
+"""A device, a sharding, or None for the default device."""
 
-def random_params(
-    abstract: Params, seed: int, device: jax.Device | jax.sharding.Sharding | None
-) -> Params:
+
+def random_params(abstract: Params, seed: int, device: Destination) -> Params:
     """Fill `abstract` with small random weights; norm scales lie round 1.
 
     Outputs of every product keep about the variance of their inputs, so logits are finite and

@@ -23,6 +23,7 @@ PLAIN = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+FIRST_BIAS = "model.layers.0.self_attn.q_proj.bias"
 QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -79,10 +80,9 @@ class GgufSource:
         header = read_header(path)
         name = header.metadata.get("general.architecture")
         if name not in ARCHS:
+            known = ", ".join(ARCHS)
             raise ConfigError(
-                clip(
-                    f"{path.name}: architecture {name!r} is not served, known are {', '.join(ARCHS)}"
-                )
+                clip(f"{path.name}: architecture {name!r} is not served, known are {known}")
             )
         self._names = {_hub_name(ours, ARCHS[name]): ours for ours in header.tensors}
         self.tensors: dict[str, TensorInfo] = {
@@ -103,9 +103,8 @@ class GgufSource:
         info = self.tensors[name]
         if info.dtype not in PLAIN and info.dtype not in QUANTIZED:
             kinds = ", ".join((*PLAIN, *QUANTIZED))
-            raise WeightsError(
-                clip(f"{self.label}: {self._names[name]} is {info.dtype}, read are {kinds}")
-            )
+            ours = self._names[name]
+            raise WeightsError(clip(f"{self.label}: {ours} is {info.dtype}, read are {kinds}"))
         row_bytes = (info.stop - info.start) // info.shape[0]
         data = self._mapped[info.start + start * row_bytes : info.start + stop * row_bytes]
         shape = (stop - start, *info.shape[1:])
@@ -161,8 +160,7 @@ def _hf_config(arch: str, header: GgufHeader, source: GgufSource) -> dict[str, A
         "rope_theta": field("rope.freq_base", ARCHS[arch].theta),
         "rope_scaling": _rope_scaling(field, header, source),
         "tie_word_embeddings": "lm_head.weight" not in source.tensors,
-        "attention_bias": arch == "llama"
-        and "model.layers.0.self_attn.q_proj.bias" in source.tensors,
+        "attention_bias": arch == "llama" and FIRST_BIAS in source.tensors,
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
     }
@@ -213,9 +211,7 @@ def _llama3_scaling(source: GgufSource, theta: float) -> dict[str, Any]:
     head_dim = 2 * divisors.size
     expected = frequencies(head_dim, RopeConfig(theta)) / frequencies(head_dim, rope)
     if divisors.ndim != 1 or not np.allclose(divisors, expected, rtol=1e-3):
-        raise WeightsError(
-            clip(f"{source.label}: {name} is no Llama 3 scaling, which alone is served")
-        )
+        raise WeightsError(clip(f"{source.label}: {name} is no Llama 3 scaling: not served"))
     return {
         "rope_type": rope.kind,
         "factor": rope.factor,

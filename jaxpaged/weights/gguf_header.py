@@ -18,7 +18,8 @@ MAX_DIMS, MAX_NAME_BYTES, MAX_ALIGNMENT, MAX_DEPTH = 4, 512, 2**16, 4
 MIN_FIELD_BYTES = 8 + 4 + 1  # length of a name, type, value
 MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # length of a name, dims, one dim, type, offset
 SCALARS = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i",
+    6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 
@@ -119,9 +120,7 @@ class _Reader:
             self.refuse(f"{name} has the shape {shape}, which holds nothing")
         kind, offset = self.number("<I", name), self.number("<Q", name)
         if offset % alignment:
-            self.refuse(
-                f"{name} begins at offset {offset}, not a multiple of the alignment {alignment}"
-            )
+            self.refuse(f"{name} begins at offset {offset}, no multiple of {alignment}")
         return name, shape, kind, offset
 
     def placed(

@@ -21,7 +21,7 @@ from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.family import AXES, Place, weight_names
 from jaxpaged.models.registry import find_family, model_config
-from jaxpaged.weights.dummy import random_params
+from jaxpaged.weights.dummy import Destination, random_params
 from jaxpaged.weights.gguf import GgufSource
 from jaxpaged.weights.resolve import LoadFormat, find_checkpoint, read_config
 from jaxpaged.weights.safetensors import SafetensorsSource
@@ -32,9 +32,6 @@ CHUNK_ELEMENTS = (
     2**24
 )  # read at a time, so that a large dequantised tensor is never whole in memory
 MAX_THREADS = 4
-
-type Abstract = dict[str, jax.ShapeDtypeStruct]
-"""Shapes and types of all weights, by their path with dots."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def load_model(
     revision: str | None = None,
     seed: int = 0,
     attend: AttentionOp = paged_attention,
-    device: jax.Device | jax.sharding.Sharding | None = None,
+    device: Destination = None,
 ) -> LoadedModel:
     """Load a folder, a GGUF file or a model of the hub onto the device.
 
@@ -143,7 +140,7 @@ def _read_params(
     places: Mapping[str, Place],
     abstract: Params,
     config: ModelConfig,
-    device: jax.Device | jax.sharding.Sharding | None,
+    device: Destination,
 ) -> Params:
     """Fill one weight after another on the host and send it off, a few at a time."""
     pieces: dict[str, list[tuple[str, Place]]] = defaultdict(list)
@@ -185,11 +182,8 @@ def _fill(view: NDArray[Any], source: TensorSource, name: str, added: float) -> 
             try:
                 place[...] = rows.reshape(place.shape)
             except FloatingPointError as error:
-                raise WeightsError(
-                    clip(
-                        f"{source.label}: {name} has values over {view.dtype}: take bfloat16 or float32"
-                    )
-                ) from error
+                problem = f"{name} has values over {view.dtype}: take bfloat16 or float32"
+                raise WeightsError(clip(f"{source.label}: {problem}")) from error
 
 
 def _leaf(params: Params, path: str) -> jax.ShapeDtypeStruct:

@@ -43,12 +43,10 @@ def find_checkpoint(
         path = _fetch(str(path_or_id), load_format, revision)
     checkpoint = _identify(path)
     if load_format == "gguf" and not checkpoint.is_gguf:
-        raise ConfigError(
-            clip(f"load_format is gguf and {path.name} is no GGUF file: leave it at auto")
-        )
+        raise ConfigError(clip(f"load_format is gguf, {path.name} is none: leave it at auto"))
     if load_format == "safetensors" and checkpoint.is_gguf:
         raise ConfigError(
-            clip(f"load_format is safetensors and {path.name} is a GGUF file: leave it at auto")
+            clip(f"load_format is safetensors, {path.name} is GGUF: leave it at auto")
         )
     if load_format != "dummy" and not checkpoint.is_gguf:
         _check_weights(checkpoint.path)
@@ -57,30 +55,20 @@ def find_checkpoint(
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json, refusing one that needs code of its own."""
-    path = folder / "config.json"
+    path, label = folder / "config.json", f"config.json of {folder.name}"
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(
-            clip(f"{path.name} of {folder.name} cannot be read: {error.strerror}")
-        ) from error
+        raise ConfigError(clip(f"{label} cannot be read: {error.strerror}")) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            clip(f"{path.name} of {folder.name} is no valid JSON: {error}")
-        ) from error
+        raise ConfigError(clip(f"{label} is no valid JSON: {error}")) from error
     if not isinstance(config, dict):
-        raise ConfigError(clip(f"{path.name} of {folder.name} is no mapping"))
+        raise ConfigError(clip(f"{label} is no mapping"))
     if config.get("auto_map"):
-        raise ConfigError(
-            clip(
-                f"{path.name} of {folder.name} has an auto_map: code of a model folder is never run"
-            )
-        )
+        raise ConfigError(clip(f"{label} has an auto_map: code of a model folder is never run"))
     if config.get("quantization_config"):
         raise ConfigError(
-            clip(
-                f"{path.name} of {folder.name} has a quantization_config, which is not served yet: take GGUF"
-            )
+            clip(f"{label} has a quantization_config: of quantised weights only GGUF is served")
         )
     return config
 
@@ -98,9 +86,7 @@ def _identify(path: Path) -> Checkpoint:
     if len(ggufs) == 1:
         return Checkpoint(ggufs[0], is_gguf=True)
     if ggufs:
-        raise ConfigError(
-            clip(f"{path.name} holds {len(ggufs)} GGUF files and no config.json: name one file")
-        )
+        raise ConfigError(clip(f"{path.name} holds {len(ggufs)} GGUF files: name one of them"))
     raise ConfigError(
         clip(f"{path.name} has no config.json and no .gguf file: it is no model folder")
     )
@@ -113,7 +99,8 @@ def _check_weights(folder: Path) -> None:
     if pickles:
         raise WeightsError(
             clip(
-                f"{folder.name} has only pickled weights ({pickles[0]}), never opened: convert to safetensors"
+                f"{folder.name} has only pickled weights ({pickles[0]}), which are never opened: "
+                "convert them to safetensors"
             )
         )
     raise WeightsError(clip(f"{folder.name} has neither {SINGLE} nor {INDEX}"))

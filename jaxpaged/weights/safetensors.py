@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,8 @@ from jaxpaged.weights.source import TensorInfo, clip
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 READABLE = {
@@ -72,9 +73,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-                raise _damaged(
-                    path, f"the header's length is {length} and the file has {size} bytes"
-                )
+                raise _damaged(path, f"its header has {length} bytes and the file {size}")
             text = file.read(length)
     except OSError as error:
         raise WeightsError(clip(f"{path.name} cannot be read: {error.strerror}")) from error
@@ -146,7 +145,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
