@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import threading
+import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.config.settings import EngineConfig
@@ -35,6 +36,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
         self._closing = False
+        self._busy_since = time.monotonic()  # when the thread last woke from having nothing to do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -82,6 +84,13 @@ class AsyncLLM:
     def num_open_requests(self) -> int:
         return len(self._inboxes)
 
+    @property
+    def seconds_without_progress(self) -> float:
+        """Since a step was last read while there is work to do; 0 while idle."""
+        if not self._engine.has_work:
+            return 0.0
+        return max(0.0, time.monotonic() - max(self._engine.last_step_time, self._busy_since))
+
     def default_sampling(self) -> dict[str, Any]:
         """Sampling fields that the model or the operator sets, by name."""
         return dict(self._parts.default_sampling)
@@ -113,7 +122,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
 
         Leaving the iterator for any reason aborts the request.
@@ -203,6 +212,7 @@ class AsyncLLM:
                 with self._wake:
                     while not (self._commands or self._engine.has_work or self._closing):
                         self._wake.wait()
+                        self._busy_since = time.monotonic()
                 while self._commands:
                     self._commands.popleft()()
                 if self._engine.has_work and not self._closing:
