@@ -126,7 +126,7 @@ class PrefixCache:
         lost = [page_id for page_id in self._by_page if not self.pool.is_kept(page_id)]
         if lost or len(self._by_page) != self.pool.num_kept:
             raise InvariantError(
-                f"prefix cache: the pool does not keep the same pages; lost {lost}"
+                f"prefix cache: the pool keeps other pages; lost {lost}"
             )
 
     def _enter(self, key: bytes, page_id: int, parent: int | str, token_bytes: bytes) -> int:

@@ -57,6 +57,25 @@ def make_scheduler(num_pages=17, page_size=4, hash_bits=256, **limits):
     return Scheduler(make_limits(**limits), pool, PrefixCache(pool, hash_bits))
 
 
+def add(scheduler, *seqs):
+    for seq in seqs:
+        scheduler.add(seq)
+    return seqs
+
+
+def shares(plan):
+    """(seq_id, start, q_len) of each row."""
+    return [(row.seq.seq_id, row.start, row.q_len) for row in plan.rows]
+
+
+def commit(scheduler, plan, token=9):
+    return scheduler.commit(plan, [token if row.samples else None for row in plan.rows])
+
+
+def prompt(first, num_tokens):
+    return range(first, first + num_tokens)
+
+
 def pick(prefix, bias, allowed, penalty, sampled):
     """The next token after `prefix`: the best of scores that depend on all of it."""
     scores = np.random.default_rng(zlib.crc32(repr(list(prefix)).encode())).random(VOCAB)

@@ -1,0 +1,118 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpaged.core.buckets import Bucket, BucketLadder, default_ladder
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.plan import PlannedRow, StepPlan
+from jaxpaged.errors import ConfigError, InvariantError
+from tests.core.fake_device import make_sequence
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0)
+FULL = SamplingParams(temperature=1.0, presence_penalty=1.0)
+SCORED = SamplingParams(temperature=0.0, prompt_logprobs=1)
+
+
+def plan_of(q_lens, params=(GREEDY,), samples=True):
+    """Rows with these q_lens; the last row's parameters repeat."""
+    rows = []
+    for i, q_len in enumerate(q_lens):
+        of_row = params[min(i, len(params) - 1)]
+        seq = make_sequence(i, range(q_len + 1), params=of_row)
+        rows.append(PlannedRow(seq, i, 0, q_len, samples))
+    return StepPlan(tuple(rows))
+
+
+LADDER = BucketLadder(
+    [Bucket("decode", name, n, n) for n in (2, 8) for name in ("greedy", "full")]
+    + [
+        Bucket("mixed", name, n, s)
+        for n, s in ((16, 4), (16, 8), (64, 8))
+        for name in ("greedy", "full")
+    ]
+    + [Bucket("mixed", "scored", 16, 8)]
+)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "bucket"),
+    [
+        ([1], Bucket("decode", "greedy", 2, 2)),
+        ([1, 1, 1], Bucket("decode", "greedy", 8, 8)),
+        ([1, 2], Bucket("mixed", "greedy", 16, 4)),
+        ([1, 1, 1, 1, 2], Bucket("mixed", "greedy", 16, 8)),
+        ([17], Bucket("mixed", "greedy", 64, 8)),
+        ([64], Bucket("mixed", "greedy", 64, 8)),
+    ],
+)
+def test_the_smallest_bucket_that_holds_the_plan_is_chosen(q_lens, bucket):
+    assert LADDER.choose(plan_of(q_lens)) == bucket
+
+
+@pytest.mark.parametrize(
+    ("params", "sampler"),
+    [
+        ([GREEDY, GREEDY], "greedy"),
+        ([GREEDY, SAMPLED], "full"),  # stands in for `sampled`, which this ladder lacks
+        ([FULL, GREEDY], "full"),
+        ([GREEDY, SCORED], "scored"),
+    ],
+)
+def test_the_row_that_asks_most_decides_the_sampler(params, sampler):
+    assert LADDER.choose(plan_of([3, 2], params)).sampler == sampler
+
+
+def test_rows_that_sample_nothing_ask_for_no_sampler():
+    assert LADDER.choose(plan_of([3, 2], [FULL], samples=False)).sampler == "greedy"
+
+
+def test_a_scored_decode_is_a_mixed_step():
+    assert LADDER.choose(plan_of([1], [SCORED])) == Bucket("mixed", "scored", 16, 8)
+
+
+@pytest.mark.parametrize("q_lens", [[65], [2] * 9])
+def test_a_plan_that_no_bucket_holds_is_refused(q_lens):
+    with pytest.raises(InvariantError, match="no bucket holds"):
+        LADDER.choose(plan_of(q_lens))
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ConfigError, match="'tpu', allowed are cpu and gpu"):
+        default_ladder("tpu", 8, 256)
+
+
+@pytest.mark.parametrize(
+    ("platform", "max_num_seqs", "max_tokens", "most"),
+    [
+        ("gpu", 256, 8192, 120),
+        ("gpu", 256, 16384, 120),
+        ("gpu", 64, 2048, 120),
+        ("cpu", 8, 256, 20),
+    ],
+)
+def test_a_default_ladder_has_few_programs(platform, max_num_seqs, max_tokens, most):
+    assert len(default_ladder(platform, max_num_seqs, max_tokens).all_buckets()) <= most
+
+
+@given(
+    platform=st.sampled_from(["cpu", "gpu"]),
+    max_num_seqs=st.integers(1, 600),
+    max_tokens=st.integers(1, 20_000),
+    num_seqs=st.integers(1, 600),
+    num_tokens=st.integers(1, 20_000),
+    params=st.sampled_from([GREEDY, SAMPLED, FULL, SCORED]),
+)
+def test_a_default_ladder_holds_every_plan_within_the_limits(
+    platform, max_num_seqs, max_tokens, num_seqs, num_tokens, params
+):
+    most = min(max_tokens, 256) if params is SCORED else max_tokens
+    num_tokens = min(num_tokens, most)
+    num_seqs = min(num_seqs, max_num_seqs, num_tokens)
+    share = num_tokens // num_seqs
+    plan = plan_of([num_tokens - share * (num_seqs - 1)] + [share] * (num_seqs - 1), [params])
+    ladder = default_ladder(platform, max_num_seqs, max_tokens)
+    bucket = ladder.choose(plan)
+    assert bucket in ladder.all_buckets()
+    assert bucket.num_tokens >= num_tokens
+    assert bucket.num_seqs >= num_seqs
