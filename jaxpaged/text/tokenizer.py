@@ -5,6 +5,7 @@ stream and a whole give the same text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxpaged.text.token_bytes import (
 )
 from jaxpaged.text.tokenizer_files import TokenizerInfo, load
 
+COMPOSED = 4  # most characters that Unicode composes into one, which normalizers do
 SHORT_TEXT = 2000  # characters; longer ones are encoded without Python's lock, which costs more
 
 
@@ -60,6 +62,12 @@ class Tokenizer:
         self._all_bytes = _BytesTable(raw, frozenset())
         self._text_bytes = _BytesTable(raw, self.special_ids)
         self._bos_fix = self._plan_bos()
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters of a text than this; worked out when first asked."""
+        longest = max(map(len, self.raw.get_vocab()), default=1)
+        return longest if self.raw.normalizer is None else longest * COMPOSED
 
     @property
     def bos_token_id(self) -> int | None:

@@ -1,0 +1,75 @@
+"""The web application: routes, and what every request passes through."""
+
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from server import chat, completions, status, tokens
+from server.auth import KeyGuard, guard_middleware
+from server.engine import ServedEngine
+from server.errors import Handler, errors_as_json
+from server.http_metrics import NOT_COUNTED
+from server.state import SERVER, ServerLimits, ServerState
+
+MAX_REQUEST_ID = 256  # characters of X-Request-Id that are echoed
+
+
+def create_app(
+    engine: ServedEngine, api_keys: Sequence[str] = (), limits: ServerLimits | None = None
+) -> web.Application:
+    """An application over a running engine. Serve it with `handler_cancellation=True`."""
+    limits = limits or ServerLimits()
+    guard = guard_middleware(KeyGuard(api_keys))
+    app = web.Application(
+        middlewares=[count_requests, errors_as_json, guard],
+        client_max_size=limits.max_request_bytes,
+    )
+    app[SERVER] = ServerState(engine, limits)
+    add_routes(app.router)
+    app.on_response_prepare.append(echo_request_id)
+    return app
+
+
+def add_routes(router: web.UrlDispatcher) -> None:
+    """Every route has a name; `auth.OPEN_ROUTES` names those that need no key."""
+    router.add_post("/v1/completions", completions.completions, name="completions")
+    router.add_post("/v1/chat/completions", chat.chat_completions, name="chat_completions")
+    router.add_get("/v1/models", status.models, name="models")
+    router.add_get("/v1/models/{model:.+}", status.model, name="model")
+    router.add_post("/tokenize", tokens.tokenize, name="tokenize")
+    router.add_post("/detokenize", tokens.detokenize, name="detokenize")
+    router.add_get("/health", status.health, name="health")
+    router.add_get("/health/ready", status.health, name="health_ready")
+    router.add_get("/health/live", status.live, name="health_live")
+    ping = router.add_resource("/ping", name="ping")
+    ping.add_route("GET", status.health)
+    ping.add_route("POST", status.health)
+    router.add_get("/version", status.version, name="version")
+    router.add_get("/load", status.load, name="load")
+    router.add_get("/metrics", status.metrics, name="metrics")
+
+
+@web.middleware
+async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    start = time.monotonic()
+    code = 499  # the client left
+    try:
+        response = await handler(request)
+        code = response.status
+        return response
+    finally:
+        name = request.match_info.route.name
+        if name is None or name not in NOT_COUNTED:
+            resource = request.match_info.route.resource
+            pattern = "none" if resource is None else resource.canonical
+            seconds = time.monotonic() - start
+            request.app[SERVER].metrics.observe(request.method, pattern, code, seconds)
+
+
+async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    given = request.headers.get("X-Request-Id")
+    if given is not None:
+        response.headers["X-Request-Id"] = (
+            given[:MAX_REQUEST_ID].encode("ascii", "replace").decode()
+        )

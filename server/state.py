@@ -1,0 +1,113 @@
+"""What the handlers share: the engine, the limits, and whether new work is taken."""
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from jaxpaged.errors import CapacityError, Draining
+from server.engine import ServedEngine
+from server.errors import HttpError
+from server.http_metrics import HttpMetrics
+
+RETRY_AFTER_S = 5.0
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Sizes in bytes, times in seconds."""
+
+    max_request_bytes: int = 32 * 2**20
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 30.0
+    shutdown_timeout_s: float = 30.0
+    stall_timeout_s: float = 60.0
+
+
+@dataclass
+class ServerState:
+    """Owned by the event loop."""
+
+    engine: ServedEngine
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    is_draining: bool = False
+    num_working: int = 0
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def work(self) -> Generator[None]:
+        """One request for the engine, from its first byte to its last.
+
+        Raises:
+            Draining: the server shuts down.
+        """
+        if self.is_draining:
+            raise Draining("the server is shutting down", retry_after_s=RETRY_AFTER_S)
+        self.num_working += 1
+        self._idle.clear()
+        try:
+            yield
+        except CapacityError:
+            self.metrics.rejected()
+            raise
+        finally:
+            self.num_working -= 1
+            if not self.num_working:
+                self._idle.set()
+
+    async def wait_until_idle(self, timeout_s: float) -> bool:
+        """True once no work is left, False after `timeout_s`."""
+        if not self.num_working:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under.
+
+        Raises:
+            HttpError: a model that is not served here, 404.
+        """
+        served = self.engine.served_model_names
+        if name is None or name == "":
+            return served[0]
+        if name not in served:
+            raise HttpError(
+                404,
+                f"the model {name[:200]!r} does not exist; GET /v1/models lists what is served",
+                code="model_not_found",
+                param="model",
+            )
+        return name
+
+
+SERVER = web.AppKey("server", ServerState)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body, once it is whole.
+
+    Raises:
+        HttpError: too large 413, compressed 415, too slow 408.
+    """
+    limits = request.app[SERVER].limits
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HttpError(415, "Content-Encoding is not served: send the body as it is")
+    if (request.content_length or 0) > limits.max_request_bytes:
+        raise HttpError(413, f"the body is larger than {limits.max_request_bytes} bytes")
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await request.read()
+    except TimeoutError:
+        raise HttpError(
+            408, f"the body did not arrive within {limits.body_timeout_s:g} s"
+        ) from None

@@ -1,0 +1,71 @@
+"""What is served and how it fares: models, health, version, load, metrics."""
+
+import time
+
+from aiohttp import web
+
+from jaxpaged import __version__
+from server.chunks import encode
+from server.state import SERVER, ServerState
+
+STARTED = int(time.time())
+
+
+def _json(fields: object, status: int = 200) -> web.Response:
+    return web.Response(body=encode(fields), status=status, content_type="application/json")
+
+
+def _model(server: ServerState, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "jaxpaged",
+        "root": server.engine.served_model_names[0],
+        "parent": None,
+        "max_model_len": server.engine.max_model_len,
+    }
+
+
+async def models(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    listed = [_model(server, name) for name in server.engine.served_model_names]
+    return _json({"object": "list", "data": listed})
+
+
+async def model(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    return _json(_model(server, server.check_model(request.match_info["model"])))
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 with nothing in it; 503 with one word once requests cannot be served."""
+    server = request.app[SERVER]
+    trouble = None
+    if not server.engine.is_running:
+        trouble = "stopped"
+    elif server.is_draining:
+        trouble = "draining"
+    elif server.engine.seconds_without_progress > server.limits.stall_timeout_s:
+        trouble = "stalled"
+    return web.Response() if trouble is None else _json({"status": trouble}, 503)
+
+
+async def live(request: web.Request) -> web.Response:
+    """200 while the process should be left alone, also when it drains."""
+    is_running = request.app[SERVER].engine.is_running
+    return web.Response(status=200 if is_running else 503)
+
+
+async def version(request: web.Request) -> web.Response:
+    return _json({"version": __version__})
+
+
+async def load(request: web.Request) -> web.Response:
+    return _json({"server_load": request.app[SERVER].num_working})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    text = server.engine.metrics.text() + server.metrics.text()
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})

@@ -1,0 +1,48 @@
+"""POST /tokenize and /detokenize."""
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from jaxpaged.core.params import check_ids
+from jaxpaged.errors import RequestError
+from server.chunks import encode
+from server.prompts import check_text, encode_chat
+from server.schema import DetokenizeRequest, TokenizeRequest, decode_body
+from server.state import SERVER, read_body
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    engine = server.engine
+    body = decode_body(await read_body(request), _TOKENIZE)
+    server.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.prompt is None:
+        ids = (await encode_chat(body, engine))["prompt_token_ids"]
+    else:
+        check_text(body.prompt, engine)
+        adds = body.add_special_tokens is not False
+        ids = await asyncio.to_thread(engine.tokenizer.encode, body.prompt, adds)
+    strings = engine.tokenizer.tokens(ids) if body.return_token_strs else None
+    answer = {
+        "count": len(ids),
+        "max_model_len": engine.max_model_len,
+        "tokens": ids,
+        "token_strs": strings,
+    }
+    return web.Response(body=encode(answer), content_type="application/json")
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    body = decode_body(await read_body(request), _DETOKENIZE)
+    server.check_model(body.model)
+    check_ids("tokens", body.tokens, server.engine.vocab)
+    text = await asyncio.to_thread(server.engine.tokenizer.decode, body.tokens, False)
+    return web.Response(body=encode({"prompt": text}), content_type="application/json")
