@@ -58,20 +58,25 @@ class Job:
 
 async def respond(request: web.Request, server: ServerState, job: Job) -> web.StreamResponse:
     """Run the job and answer; leaving for any reason aborts it."""
+    ids = [f"{job.envelope.answer_id}-{number}" for number in range(len(job.prompts))]
     sources = [
         server.engine.generate(
             prompt,
             job.params,
-            f"{job.envelope.answer_id}-{number}",
+            request_id,
             priority=job.body.priority or 0,
             cache_salt=job.cache_salt,
         )
-        for number, prompt in enumerate(job.prompts)
+        for request_id, prompt in zip(ids, job.prompts, strict=True)
     ]
-    async with aclosing(merged(sources)) as outputs:
-        if job.body.stream:
-            return await _stream(request, server, job, outputs)
-        return await _whole(job, outputs)
+    server.open_ids.update(ids)
+    try:
+        async with aclosing(merged(sources)) as outputs:
+            if job.body.stream:
+                return await _stream(request, server, job, outputs)
+            return await _whole(job, outputs)
+    finally:
+        server.open_ids.difference_update(ids)
 
 
 async def _whole(job: Job, outputs: Numbered) -> web.Response:

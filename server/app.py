@@ -18,7 +18,7 @@ MAX_REQUEST_ID = 256  # characters of X-Request-Id that are echoed
 def create_app(
     engine: ServedEngine, api_keys: Sequence[str] = (), limits: ServerLimits | None = None
 ) -> web.Application:
-    """An application over a running engine. Serve it with `handler_cancellation=True`."""
+    """An application over a running engine; `Listener` puts it on a socket."""
     limits = limits or ServerLimits()
     guard = guard_middleware(KeyGuard(api_keys))
     app = web.Application(
@@ -52,6 +52,7 @@ def add_routes(router: web.UrlDispatcher) -> None:
 
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request.app[SERVER].deadlines.arrived(request.protocol)
     start = time.monotonic()
     code = 499  # the client left
     try:

@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.errors import RequestError
 from server.answering import Job, respond
 from server.auth import KEY_ID
 from server.chunks import CHAT, Envelope
@@ -34,7 +35,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             ChatForm(body, server.engine),
             salt_of(body, request[KEY_ID]),
         )
-        return await respond(request, server, job)
+        try:
+            return await respond(request, server, job)
+        except RequestError as error:
+            if error.param == "prompt":  # the engine's word for what was made of the messages
+                error.param = "messages"
+            raise
 
 
 class ChatForm:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.core.params import MAX_LOGPROBS, OutputKind, SamplingParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from server.schema import ChatRequest, CompletionRequest, SamplingFields
 
@@ -95,7 +95,12 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
         if body.top_logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return None
-    return body.top_logprobs or 0
+    num_top = body.top_logprobs or 0
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {num_top}, allowed are 0 to {MAX_LOGPROBS}", param="top_logprobs"
+        )
+    return num_top
 
 
 def _check_served(body: SamplingFields) -> None:

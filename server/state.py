@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from jaxpaged.errors import CapacityError, Draining
+from server.deadlines import HeadDeadlines
 from server.engine import ServedEngine
 from server.errors import HttpError
 from server.http_metrics import HttpMetrics
@@ -36,7 +37,11 @@ class ServerState:
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     is_draining: bool = False
     num_working: int = 0
+    open_ids: set[str] = field(default_factory=set[str])  # the engine's, of requests being answered
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.deadlines = HeadDeadlines(self.limits.header_timeout_s)
 
     @contextmanager
     def work(self) -> Generator[None]:

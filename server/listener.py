@@ -1,0 +1,70 @@
+"""An application on a socket: the HTTP settings that the handlers rely on."""
+
+import asyncio
+import socket
+import ssl
+from typing import Self
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from server.state import SERVER
+
+BACKLOG = 2048
+KEEPALIVE_S = 75.0
+CLOSE_S = 1.0  # for connections to end by themselves, once nobody works any more
+
+
+class Listener:
+    """Accepts connections until `stop`, and ends them in `close`."""
+
+    def __init__(self, app: web.Application):
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,  # a client that leaves cancels its handler
+            auto_decompress=False,  # compressed bodies are refused, not unpacked
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=CLOSE_S,
+        )
+        self._state = app[SERVER]
+        self._sockets: asyncio.Server | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        app: web.Application,
+        listening: socket.socket,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> Self:
+        """Accept on a socket that is bound already."""
+        listener = cls(app)
+        await listener._runner.setup()
+        loop = asyncio.get_running_loop()
+        if listening.family == socket.AF_UNIX:
+            listener._sockets = await loop.create_unix_server(
+                listener._connect, sock=listening, ssl=ssl_context, backlog=BACKLOG
+            )
+        else:
+            listener._sockets = await loop.create_server(
+                listener._connect, sock=listening, ssl=ssl_context, backlog=BACKLOG
+            )
+        return listener
+
+    def stop(self) -> None:
+        """Take no new connections."""
+        if self._sockets is not None:
+            self._sockets.close()
+
+    async def close(self) -> None:
+        """Stop, and end every connection; handlers that still run are cancelled."""
+        self.stop()
+        await self._runner.cleanup()
+
+    def _connect(self) -> RequestHandler:
+        """A new connection; it is cut if the head of its first request takes too long."""
+        server = self._runner.server
+        assert server is not None
+        protocol: RequestHandler = server()
+        self._state.deadlines.expect(protocol)
+        return protocol

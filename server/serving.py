@@ -1,0 +1,146 @@
+"""The life of a server: ready, serving, draining, gone."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Awaitable
+
+from aiohttp import web
+
+from jaxpaged.metrics import EngineMetrics
+from server.engine import ServedEngine
+from server.listener import Listener
+from server.settings import ServerSettings
+from server.state import SERVER, ServerState
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.25  # between two looks at the engine
+LAST_WORDS_S = 2.0  # for answers to say why they end
+CLOSE_S = 5.0  # for the engine's thread to end its step
+RATES_S = 60.0
+
+EXIT_DONE, EXIT_ENGINE_STOPPED = 0, 1
+
+
+async def serve(app: web.Application, listening: socket.socket, settings: ServerSettings) -> int:
+    """Serve until a signal comes or the engine stops; returns the exit code."""
+    state = app[SERVER]
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (at_once if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    listener = await Listener.start(app, listening, settings.ssl_context)
+    log.info("serving %s on %s", ", ".join(state.engine.served_model_names), _where(listening))
+    if not settings.api_keys:
+        log.warning("no --api-key: anyone who reaches this address may use it")
+    rates = asyncio.create_task(_tell_rates(state.engine))
+    await _first(stop.wait(), _until_stopped(state.engine))
+    code = EXIT_DONE
+    if state.engine.is_running:
+        listener.stop()
+        await _drain(state, at_once)
+    else:
+        code = EXIT_ENGINE_STOPPED
+        log.error("the engine has stopped: no request can be served, exiting")
+        state.is_draining = True
+        await state.wait_until_idle(LAST_WORDS_S)
+    rates.cancel()
+    await listener.close()
+    return code
+
+
+async def _drain(state: ServerState, at_once: asyncio.Event) -> None:
+    """Let running requests end; those that cannot in time are told so."""
+    state.is_draining = True
+    limit = state.limits.shutdown_timeout_s
+    log.info("shutting down: %d requests have %g s to end", state.num_working, limit)
+    await _first(state.wait_until_idle(limit), at_once.wait(), _until_stopped(state.engine))
+    if state.num_working:
+        log.warning("ending %d requests before they are done", state.num_working)
+        for request_id in tuple(state.open_ids):
+            await state.engine.abort(request_id)
+        await state.wait_until_idle(LAST_WORDS_S)
+
+
+def close_engine(engine: ServedEngine) -> bool:
+    """Free the device; False where the engine's thread does not end its step in time."""
+    thread = threading.Thread(target=engine.close, name="closing", daemon=True)
+    thread.start()
+    thread.join(CLOSE_S)
+    return not thread.is_alive()
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Take the address before the model is loaded; nobody is accepted yet.
+
+    Raises:
+        OSError: it cannot be taken.
+    """
+    if settings.uds is not None:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(settings.uds)
+        return listening
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((settings.host, settings.port))
+    return listening
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    """Wait for the first of several, and drop the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until_stopped(engine: ServedEngine) -> None:
+    while engine.is_running:
+        await asyncio.sleep(WATCH_S)
+
+
+async def _tell_rates(engine: ServedEngine) -> None:
+    """One line a minute in which there was something to tell."""
+    before = _tokens(engine.metrics)
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(RATES_S)
+            now, load = _tokens(engine.metrics), engine.load
+            if now != before:
+                log.info(
+                    "prompt %.0f tok/s, output %.0f tok/s, running %d, waiting %d, pages %.0f %%",
+                    (now[0] - before[0]) / RATES_S,
+                    (now[1] - before[1]) / RATES_S,
+                    load.num_running,
+                    load.num_waiting,
+                    100 * load.kv_cache_usage,
+                )
+            before = now
+
+
+def _tokens(metrics: EngineMetrics) -> tuple[float, float]:
+    """Prompt and output tokens since start."""
+    totals = {"vllm:prompt_tokens_total": 0.0, "vllm:generation_tokens_total": 0.0}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            if sample.name in totals:
+                totals[sample.name] += sample.value
+    first, second = totals.values()
+    return first, second
+
+
+def _where(listening: socket.socket) -> str:
+    if listening.family == socket.AF_UNIX:
+        return str(listening.getsockname())
+    host, port = listening.getsockname()[:2]
+    return f"{host}:{port}"

@@ -1,0 +1,219 @@
+"""The successor model without a device: an engine of known answers under the real AsyncLLM.
+
+After token t come t + 1 (log-probability -0.661), t + 2 (-1.661) and all others (-7.459), or what
+a table of successors says. Greedy unless a request has a temperature: then the seed decides.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jaxpaged.config.architecture import LayerKind, ModelConfig, RopeConfig
+from jaxpaged.config.settings import EngineConfig, ModelSettings, SchedulerSettings
+from jaxpaged.core.request import Request, TokenEvent, TokenLogprobs
+from jaxpaged.engine.async_engine import AsyncLLM
+from jaxpaged.engine.factory import EngineParts
+from jaxpaged.engine.inputs import InputProcessor
+from jaxpaged.metrics import EngineLoad, EngineMetrics
+from jaxpaged.text.detokenizer import Detokenizer
+from jaxpaged.text.templates import ChatTemplate
+from jaxpaged.text.tokenizer import load_tokenizer
+from tests.support.models import EMOJI_RING, VOCAB, write_tokenizer
+
+NEXT, AFTER_NEXT, REST = -0.661, -1.661, -7.459
+
+
+@dataclass(eq=False)
+class _Answer:
+    request: Request
+    choice: int
+    token_ids: list[int]  # prompt and answer
+    detokenizer: Detokenizer
+    num_new: int = 0
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """The engine as AsyncLLM uses it. `before_step` may sleep, raise or block."""
+
+    tokenizer: Any
+    metrics: EngineMetrics
+    successors: Mapping[int, int] = field(default_factory=dict)
+    before_step: Callable[[int], None] = lambda step: None
+    num_steps: int = 0
+    num_aborted: int = 0
+    last_step_time: float = field(default_factory=time.monotonic)
+    last_request: Request | None = None
+    scheduler: Any = field(default_factory=lambda: SimpleNamespace(num_waiting_tokens=0))
+    runner: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
+    _answers: list[_Answer] = field(default_factory=list)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._answers)
+
+    def add(self, request: Request) -> None:
+        self.last_request = request
+        prompt = list(request.prompt_token_ids)
+        self._answers += [
+            _Answer(
+                request, choice, list(prompt), Detokenizer(self.tokenizer, prompt, request.params)
+            )
+            for choice in range(request.params.n)
+        ]
+        self._publish(0)
+
+    def abort(self, request_id: str) -> None:
+        before = len(self._answers)
+        self._answers = [a for a in self._answers if a.request.request_id != request_id]
+        self.num_aborted += before > len(self._answers)
+        self._publish(0)
+
+    def step(self) -> list[TokenEvent]:
+        self.num_steps += 1
+        self.before_step(self.num_steps)
+        self.metrics.step_started(len(self._answers))
+        events = [self._advance(answer) for answer in self._answers]
+        done = {(e.request_id, e.choice) for e in events if e.finish_reason is not None}
+        self._answers = [a for a in self._answers if (a.request.request_id, a.choice) not in done]
+        self.last_step_time = time.monotonic()
+        self._publish(sum(len(event.token_ids) for event in events))
+        return events
+
+    def follow(self, token: int) -> int:
+        return self.successors.get(token, (token + 1) % VOCAB)
+
+    def _advance(self, answer: _Answer) -> TokenEvent:
+        request, params = answer.request, answer.request.params
+        prompt_logprobs = None
+        if answer.num_new == 0 and params.prompt_logprobs is not None:
+            prompt = request.prompt_token_ids
+            scored = pairwise(prompt)
+            places = [self._score(a, b, params.prompt_logprobs) for a, b in scored]
+            prompt_logprobs = (None, *places)
+        if request.max_tokens == 0:
+            return self._event(answer, (), "", "length", None, prompt_logprobs)
+        last = answer.token_ids[-1]
+        token = self._pick(answer, last)
+        answer.token_ids.append(token)
+        answer.num_new += 1
+        reason, stopped_by = None, None
+        if answer.num_new > params.min_tokens:
+            if token in request.eos_token_ids and not params.ignore_eos:
+                reason = "stop"
+            elif token in params.stop_token_ids:
+                reason, stopped_by = "stop", token
+        silent = reason == "stop" and not params.include_stop_str_in_output
+        text, stop = answer.detokenizer.push([token], silent_last=silent)
+        if stop is not None:
+            reason, stopped_by = "stop", stop
+        elif reason is None and answer.num_new >= request.max_tokens:
+            reason = "length"
+        if reason is not None and stop is None:
+            text += answer.detokenizer.flush()
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = (self._score(last, token, params.logprobs),)
+        event = self._event(answer, (token,), text, reason, logprobs, prompt_logprobs)
+        return event if stopped_by is None else _with_stop(event, stopped_by)
+
+    def _pick(self, answer: _Answer, last: int) -> int:
+        biases = answer.request.params.logit_bias or {}
+        following = self.follow(last)
+        if answer.request.params.temperature > 0:
+            key = f"{answer.request.seed} {answer.choice} {len(answer.token_ids)}"
+            return random.Random(key).choice([following, self.follow(following)])
+        return self.follow(following) if biases.get(following, 0) <= -100 else following
+
+    def _score(self, last: int, token: int, wanted: int) -> TokenLogprobs:
+        following = self.follow(last)
+        likeliest = [following, self.follow(following), 0, 1, 2][: max(wanted, 3)]
+        scores = {following: NEXT, self.follow(following): AFTER_NEXT}
+        rank = likeliest.index(token) + 1 if token in likeliest else 4
+        tops = likeliest[:wanted]
+        return TokenLogprobs(
+            token,
+            scores.get(token, REST),
+            rank,
+            tuple(tops),
+            tuple(scores.get(top, REST) for top in tops),
+        )
+
+    def _event(
+        self, answer: _Answer, token_ids, text, reason, logprobs, prompt_logprobs
+    ) -> TokenEvent:
+        return TokenEvent(
+            request_id=answer.request.request_id,
+            choice=answer.choice,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_reason=None,
+            num_cached_tokens=0,
+            cumulative_logprob=NEXT * answer.num_new,
+        )
+
+    def _publish(self, num_new: int) -> None:
+        load = EngineLoad(len(self._answers), 0, 0.0, 0, 0, 0, 0)
+        self.metrics.step_ended(num_new, load)
+
+
+def _with_stop(event: TokenEvent, stopped_by: int | str) -> TokenEvent:
+    return TokenEvent(**{**_fields(event), "stop_reason": stopped_by})
+
+
+def _fields(event: TokenEvent) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in event.__dataclass_fields__}
+
+
+def fake_llm(
+    folder: Path,
+    *,
+    emoji: bool = False,
+    max_len: int = 2048,
+    template: str | None = "{{ messages[-1]['content'] }}",
+    names: tuple[str, ...] = ("S",),
+    default_sampling: dict[str, Any] | None = None,
+    max_num_queued_reqs: int | None = None,
+    adds_bos: bool = False,
+) -> tuple[AsyncLLM, FakeEngine]:
+    """An AsyncLLM over the successor model; its tokenizer's files are written to `folder`."""
+    write_tokenizer(folder, adds_bos=adds_bos)
+    tokenizer = load_tokenizer(folder)
+    metrics = EngineMetrics(names[0], max_len)
+    ring = dict(zip(EMOJI_RING, EMOJI_RING[1:] + EMOJI_RING[:1], strict=True))
+    engine: Any = FakeEngine(tokenizer, metrics, ring if emoji else {})
+    config = EngineConfig(
+        model=ModelSettings(model=str(folder), served_model_name=names),
+        scheduler=SchedulerSettings(max_num_queued_reqs=max_num_queued_reqs),
+    )
+    model = ModelConfig(
+        family="successor",
+        vocab=VOCAB,
+        embed=8,
+        ffn=8,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        layer_kinds=(LayerKind(None, RopeConfig(1e4)),),
+        max_len=max_len,
+        norm_eps=1e-6,
+    )
+    parts = EngineParts(
+        engine=engine,
+        inputs=InputProcessor(tokenizer, VOCAB, max_len, 0, ()),
+        tokenizer=tokenizer,
+        template=None if template is None else ChatTemplate(template, tokenizer.special_tokens),
+        model=model,
+        config=config,
+        default_sampling=default_sampling or {},
+        phases_s={},
+    )
+    return AsyncLLM(parts), engine
