@@ -12,10 +12,29 @@ type SamplerKind = Literal["greedy", "sampled", "full", "scored"]
 
 MAX_SCORED_TOKENS = 256  # of a step that scores a prompt: each has a row of logits
 
-_GPU_DECODE_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-_GPU_SMALL_TOKENS = (16, 32, 64, 128, 256, 512)
-_GPU_LARGE_TOKENS = (768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-_GPU_FEW_SEQS = 16
+type _Sizes = tuple[int, ...]
+
+_GPU_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+_GPU_TOKENS = (
+    *(16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384),
+)
+_GPU_SEQS_OF_FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_GPU_TOKENS_OF_FULL = (
+    *(16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
+)
+_CPU_SEQS, _CPU_TOKENS = (1, 2, 4, 8), (16, 64, 256)
+# rows of a decode step and tokens of a mixed one
+_SIZES: dict[str, dict[SamplerKind, tuple[_Sizes, _Sizes]]] = {
+    "cpu": {"greedy": (_CPU_SEQS, _CPU_TOKENS), "full": (_CPU_SEQS, _CPU_TOKENS)},
+    "gpu": {
+        "greedy": (_GPU_SEQS, _GPU_TOKENS),
+        "sampled": (_GPU_SEQS, _GPU_TOKENS),
+        "full": (_GPU_SEQS_OF_FULL, _GPU_TOKENS_OF_FULL),
+    },
+}
+_TOKENS_OF_FEW = (128, 256, 512)  # on a GPU: a short prompt alone need not sample for all rows
+_FEW_SEQS = 16
 # what may stand in for a sampler that a size was not compiled with, cheapest first
 _STAND_INS: dict[SamplerKind, tuple[SamplerKind, ...]] = {
     "greedy": ("greedy", "sampled", "full"),
@@ -82,51 +101,42 @@ def sampler_of(plan: StepPlan) -> SamplerKind:
     """The least that a step's sampler must be able to do."""
     if plan.wants_prompt_logprobs:
         return "scored"
-    is_greedy = True
-    for row in plan.rows:
-        if row.samples:
-            params = row.seq.request.params
-            if params.needs_edits:
-                return "full"
-            is_greedy = is_greedy and params.temperature == 0
-    return "greedy" if is_greedy else "sampled"
+    params = [row.seq.request.params for row in plan.rows if row.samples]
+    if any([p.needs_edits for p in params]):
+        return "full"
+    return "sampled" if any([p.temperature for p in params]) else "greedy"
 
 
 def default_ladder(
-    platform: Literal["cpu", "gpu"], max_num_seqs: int, max_num_batched_tokens: int
+    platform: Literal["cpu", "gpu"],
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    batch_buckets: tuple[int, ...] = (),
+    token_buckets: tuple[int, ...] = (),
 ) -> BucketLadder:
-    """Sizes for a platform: few on a CPU, and on a GPU few enough to compile before the start.
+    """Sizes for a platform: on a CPU few, on a GPU at most 120 programs at its default limits.
 
-    A GPU's large steps have no greedy program of their own: there the sampler hardly counts.
+    On a GPU a mixed step is padded by 5 to 10 % on average; the `full` sampler, seldom needed, has
+    fewer sizes.
+
+    Args:
+        batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.
+        token_buckets: tokens of mixed steps, likewise.
     """
-    most = (max_num_seqs, max_num_batched_tokens)
-    if platform == "cpu":
-        seqs, tokens = _cut((1, 2, 4, 8), most[0]), _cut((16, 64, 256), most[1])
-        names: tuple[SamplerKind, ...] = ("greedy", "full")
-        buckets = [Bucket("decode", name, n, n) for n in seqs for name in names]
-        buckets += [Bucket("mixed", name, n, most[0]) for n in tokens for name in names]
-    elif platform == "gpu":
-        buckets = _gpu_buckets(*most)
-    else:
+    if platform not in _SIZES:
         raise ConfigError(f"platform is {platform!r}, allowed are cpu and gpu")
-    scored = _cut((64, MAX_SCORED_TOKENS), min(most[1], MAX_SCORED_TOKENS))
-    buckets += [Bucket("mixed", "scored", n, min(n, most[0])) for n in scored]
-    return BucketLadder(buckets)
-
-
-def _gpu_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
-    names: tuple[SamplerKind, ...] = ("greedy", "sampled", "full")
     buckets: list[Bucket] = []
-    beyond = range(384, max_num_seqs, 128)
-    for n in _cut((*_GPU_DECODE_SEQS, *beyond), max_num_seqs):
-        buckets += [Bucket("decode", name, n, n) for name in names]
-    for n in _cut(_GPU_SMALL_TOKENS + _GPU_LARGE_TOKENS, max_num_batched_tokens):
-        is_small = n <= _GPU_SMALL_TOKENS[-1]
-        for name in names if is_small else names[1:]:
-            buckets.append(Bucket("mixed", name, n, min(n, max_num_seqs)))
-            if is_small:
-                buckets.append(Bucket("mixed", name, n, min(_GPU_FEW_SEQS, max_num_seqs)))
-    return buckets
+    for name, (seqs, tokens) in _SIZES[platform].items():
+        seqs = _cut(batch_buckets or seqs, max_num_seqs)
+        tokens = _cut(token_buckets or tokens, max_num_batched_tokens)
+        has_few = platform == "gpu" and name != "full"
+        few = set(tokens).intersection(_TOKENS_OF_FEW) if has_few else ()
+        buckets += [Bucket("decode", name, n, n) for n in seqs]
+        buckets += [Bucket("mixed", name, n, min(n, max_num_seqs)) for n in tokens]
+        buckets += [Bucket("mixed", name, n, min(_FEW_SEQS, max_num_seqs)) for n in few]
+    scored = _cut((64, MAX_SCORED_TOKENS), min(max_num_batched_tokens, MAX_SCORED_TOKENS))
+    buckets += [Bucket("mixed", "scored", n, min(n, max_num_seqs)) for n in scored]
+    return BucketLadder(buckets)
 
 
 def _cut(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

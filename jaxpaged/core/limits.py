@@ -32,7 +32,7 @@ class SchedulerLimits:
         return min(seq.num_prompt_tokens + max_tokens, self.max_model_len) - 1
 
 
-def stop_cause(seq: Sequence, num_needed_tokens: int) -> tuple[str, int | None] | None:
+def stop_cause(seq: Sequence) -> tuple[str, int | None] | None:
     """Why a sequence ends with the token just appended: finish reason and stopping token id.
 
     The token id is None where an end-of-text token or the length ended it; the result is None where
@@ -44,4 +44,4 @@ def stop_cause(seq: Sequence, num_needed_tokens: int) -> tuple[str, int | None] 
             return "stop", None
         if params.stop_token_ids and token in params.stop_token_ids:
             return "stop", token
-    return ("length", None) if len(seq.token_ids) > num_needed_tokens else None
+    return ("length", None) if len(seq.token_ids) > seq.num_needed_tokens else None

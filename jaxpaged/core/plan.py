@@ -1,13 +1,17 @@
 """A step as the scheduler decides it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxpaged.core.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class PlannedRow:
-    """One sequence's share of a step: tokens `start : start + q_len` of it."""
+    """One sequence's share of a step: tokens `start : start + q_len` of it.
+
+    Nobody changes it; frozen, it would take several times as long to make, for every row and step.
+    """
 
     seq: Sequence
     slot: int
@@ -30,9 +34,9 @@ class StepPlan:
     rows: tuple[PlannedRow, ...]
     slot_resets: tuple[tuple[int, tuple[int, ...], int], ...] = ()
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(row.q_len for row in self.rows)
+        return sum([row.q_len for row in self.rows])
 
     @property
     def is_decode_only(self) -> bool:

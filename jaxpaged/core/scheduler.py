@@ -75,7 +75,8 @@ class Scheduler:
         if seq.num_prompt_tokens + sampled > limits.max_model_len:
             raise PromptTooLong(seq.num_prompt_tokens, sampled, limits.max_model_len)
         check_edits(request)
-        needed = self.pool.pages_for(self.limits.num_needed_tokens(seq))
+        seq.num_needed_tokens = limits.num_needed_tokens(seq)
+        needed = self.pool.pages_for(seq.num_needed_tokens)
         if needed > self.pool.num_usable:
             raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens, max_tokens {request.max_tokens}: need "
@@ -140,7 +141,9 @@ class Scheduler:
             if num_done // page_size > seq.num_registered_pages:
                 self._register(row, num_done)
             if row.samples:
-                self._finish_if_stopped(seq)
+                cause = stop_cause(seq)
+                if cause:
+                    self.finish(seq, *cause)
             elif not seq.request.max_tokens and num_done == seq.num_prompt_tokens:
                 self.finish(seq, "length", None)
                 changed.append(seq)
@@ -172,10 +175,11 @@ class Scheduler:
         for seq in list(self._running.values()):
             if seq.state is not SeqState.RUNNING:
                 continue  # preempted a moment ago, to make room for an older one
-            q_len = self._choose_q_len(seq, seq.num_computed_tokens, draft)
+            start = seq.num_computed_tokens
+            q_len = self._choose_q_len(seq, start, draft)
             if q_len <= 0:
                 continue
-            missing = -(-(seq.num_computed_tokens + q_len) // page_size) - len(seq.page_ids)
+            missing = -(-(start + q_len) // page_size) - len(seq.page_ids)
             if missing > 0:
                 if not self._make_room(seq, missing, draft):
                     continue
@@ -203,24 +207,28 @@ class Scheduler:
 
     def _choose_q_len(self, seq: Sequence, start: int, draft: _Draft) -> int:
         """Tokens to compute from `start` on, 0 or less for none in this step."""
-        request = seq.request
-        pending = min(seq.num_known_tokens, self.limits.num_needed_tokens(seq)) - start
+        pending = len(seq.token_ids) + seq.num_in_flight - start
+        if start + pending > seq.num_needed_tokens:
+            pending = seq.num_needed_tokens - start
         if pending <= 0 or (seq.num_in_flight and seq.needs_read_tokens):
             return 0
-        wants_scores = request.params.prompt_logprobs is not None
+        wants_scores = seq.request.params.prompt_logprobs is not None
         if wants_scores and start < seq.num_prompt_tokens - 1:
             cap = min(draft.cap, self.limits.max_num_scored_tokens)
             if draft.num_tokens >= cap:
                 draft.left_out_scored = True
                 return 0
             draft.cap = draft.plain_cap = cap
-        longest = self.limits.long_prefill_token_threshold or pending
-        return min(pending, longest, draft.plain_cap - draft.num_tokens)
+        room = draft.plain_cap - draft.num_tokens
+        if pending == 1:
+            return 1 if room > 0 else 0
+        return min(pending, room, self.limits.long_prefill_token_threshold or pending)
 
     def _add_row(self, seq: Sequence, q_len: int, draft: _Draft) -> None:
         start, slot = seq.num_computed_tokens, seq.slot
         assert slot is not None
-        samples = start + q_len == seq.num_known_tokens and seq.request.max_tokens > 0
+        is_last = start + q_len == len(seq.token_ids) + seq.num_in_flight
+        samples = is_last and seq.request.max_tokens > 0
         draft.rows.append(PlannedRow(seq, slot, start, q_len, samples, seq.num_preemptions))
         draft.num_tokens += q_len
         seq.num_computed_tokens = start + q_len
@@ -234,12 +242,12 @@ class Scheduler:
     def _fits(self, seq: Sequence, found: list[int], num_tokens: int, claimed: int) -> bool:
         """Whether the first `num_tokens` tokens find pages, or all known ones if limits say so."""
         if self.limits.reserve_full_prompt:
-            num_tokens = min(seq.num_known_tokens, self.limits.num_needed_tokens(seq))
+            num_tokens = min(seq.num_known_tokens, seq.num_needed_tokens)
         needed = self.pool.pages_for(num_tokens) - len(found) + claimed
         return needed + self.pool.num_free_among(found) <= self.pool.num_free
 
     def _pages_to_come(self, seq: Sequence) -> int:
-        known = min(seq.num_known_tokens, self.limits.num_needed_tokens(seq))
+        known = min(seq.num_known_tokens, seq.num_needed_tokens)
         return max(self.pool.pages_for(known) - len(seq.page_ids), 0)
 
     def _admit(self, seq: Sequence, found: list[int], num_tokens: int, draft: _Draft) -> None:
@@ -282,13 +290,7 @@ class Scheduler:
         assert seq.slot is not None
         self._free_slots.append(seq.slot)
         seq.page_ids, seq.slot = [], None
-        seq.num_registered_pages = seq.prefix_id = 0
 
     def _register(self, row: PlannedRow, num_done: int) -> None:
         if self.limits.enable_prefix_caching and row.num_preemptions == row.seq.num_preemptions:
             self.cache.register(row.seq, num_done)
-
-    def _finish_if_stopped(self, seq: Sequence) -> None:
-        cause = stop_cause(seq, self.limits.num_needed_tokens(seq))
-        if cause:
-            self.finish(seq, *cause)

@@ -14,9 +14,9 @@ class SeqState(enum.Enum):
 
 
 # RUNNING -> WAITING is preemption: the pages go, the tokens stay, to be computed again.
-_MAY_BECOME = {
-    SeqState.WAITING: {SeqState.RUNNING, SeqState.FINISHED},
-    SeqState.RUNNING: {SeqState.WAITING, SeqState.FINISHED},
+_MAY_BECOME: dict[SeqState, frozenset[SeqState]] = {
+    SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.FINISHED}),
+    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.FINISHED}),
     SeqState.FINISHED: frozenset(),
 }
 
@@ -35,13 +35,9 @@ class Sequence:
     choice: int  # index among the request's n answers
     token_ids: list[int]  # the prompt, then everything sampled and read
     num_prompt_tokens: int
-    page_ids: list[int] = field(default_factory=list)
-    page_hashes: list[bytes] = field(
-        default_factory=list
-    )  # of the leading full pages, as far as known
-    num_computed_tokens: int = (
-        0  # leading tokens whose KV is in pages, or will be after steps in flight
-    )
+    page_ids: list[int] = field(default_factory=list[int])
+    page_hashes: list[bytes] = field(default_factory=list[bytes])  # of leading full pages, if known
+    num_computed_tokens: int = 0  # leading tokens whose KV is in pages, after all steps in flight
     num_in_flight: int = 0
     state: SeqState = SeqState.WAITING
     slot: int | None = None  # row in DeviceState while RUNNING
@@ -51,6 +47,7 @@ class Sequence:
     stop_reason: int | str | None = None
     first_scheduled_time: float | None = None  # seconds, monotonic
     first_token_time: float | None = None
+    num_needed_tokens: int = 0  # tokens whose KV is ever needed; set when the scheduler gets it
     num_registered_pages: int = 0  # leading pages whose content the prefix cache has seen
     prefix_id: int = 0  # the prefix cache's name for the content of those pages
 

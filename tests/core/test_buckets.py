@@ -95,6 +95,12 @@ def test_a_default_ladder_has_few_programs(platform, max_num_seqs, max_tokens, m
     assert len(default_ladder(platform, max_num_seqs, max_tokens).all_buckets()) <= most
 
 
+def test_given_sizes_replace_the_platforms_own():
+    buckets = default_ladder("gpu", 32, 512, (4, 20, 64), (100,)).all_buckets()
+    sizes = {(b.kind, b.num_tokens) for b in buckets if b.sampler == "full"}
+    assert sizes == {("decode", n) for n in (4, 20, 32)} | {("mixed", n) for n in (100, 512)}
+
+
 @given(
     platform=st.sampled_from(["cpu", "gpu"]),
     max_num_seqs=st.integers(1, 600),

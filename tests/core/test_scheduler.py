@@ -185,16 +185,16 @@ def test_a_limit_of_zero_is_refused(name):
         make_limits(**{name: 0})
 
 
-def test_a_full_prompt_is_admitted_only_with_all_its_pages_unclaimed():
-    scheduler = make_scheduler(num_pages=9, reserve_full_prompt=True)
+@pytest.mark.parametrize(
+    ("reserves", "rows"), [(True, [(0, 0, 4)]), (False, [(0, 0, 4), (1, 0, 4)])]
+)
+def test_a_full_prompt_is_admitted_only_with_all_its_pages_unclaimed(reserves, rows):
+    """Of 8 pages the first prompt holds 1 and claims 4; the second one needs 4."""
+    scheduler = make_scheduler(
+        num_pages=9, reserve_full_prompt=reserves, long_prefill_token_threshold=4
+    )
     add(scheduler, make_sequence(0, prompt(0, 20)), make_sequence(1, prompt(30, 16)))
-    assert shares(scheduler.schedule()) == [(0, 0, 16)]
-    # 4 pages are held and 1 is claimed by the rest of the first prompt: 3 are left of 8
-    assert shares(scheduler.schedule()) == [(0, 16, 4)]
-    careless = make_scheduler(num_pages=9, reserve_full_prompt=False)
-    add(careless, make_sequence(0, prompt(0, 20)), make_sequence(1, prompt(30, 16)))
-    careless.schedule()
-    assert shares(careless.schedule()) == [(0, 16, 4), (1, 0, 12)]
+    assert shares(scheduler.schedule()) == rows
 
 
 # --- prompt logprobs and penalties
