@@ -1,6 +1,6 @@
 """Grouped-query attention over the page pool, and the hook for other ways to attend."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,12 +11,13 @@ from jaxpaged.arrays import KVPages, RaggedBatch
 from jaxpaged.config.architecture import LayerKind, ModelConfig
 from jaxpaged.layers.linear import linear, weight, zeros
 from jaxpaged.layers.norm import RMSNorm
-from jaxpaged.layers.rope import Angles, rotate
-from pallas_kernels.kv_write import kv_write
+from jaxpaged.layers.rope import Angles
 from pallas_kernels.ragged_attention import ragged_paged_attention
+from pallas_kernels.rope_write import rotate_and_write
 from pallas_kernels.spec import AttentionSpec
 
 
+@runtime_checkable
 class AttentionOp(Protocol):
     """How queries attend to the KV of their own sequence: the researcher's hook.
 
@@ -83,6 +84,7 @@ class Attention(nnx.Module):
         self.out_bias = zeros(c.embed, dtype=dtype) if c.output_bias else None
         self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else None
+        self.norm_eps = c.norm_eps
         self.sinks = zeros(c.heads, dtype=jnp.float32) if c.attention_sinks else None
         self.spec = AttentionSpec(c.scale, window=kind.window, soft_cap=c.attention_soft_cap)
         self.attend = attend
@@ -90,32 +92,19 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens embed"], KVPages]:
-        q, k, v = self._project(x, angles)
-        # first, because a chunk's tokens see each other
-        k_pages, v_pages = kv_write(
-            pages.k, pages.v, k.astype(pages.k.dtype), v.astype(pages.v.dtype), batch.slot_mapping
+        qkv = linear(x, self.qkv, self.qkv_bias)
+        qkv = qkv.reshape(x.shape[0], -1, self.group + 2, self.head_dim)
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.scale[...], self.k_norm.scale[...]
+        # KV is written before anyone attends, because a chunk's tokens see each other
+        q, k_pages, v_pages = rotate_and_write(
+            qkv, *angles, pages.k, pages.v, batch.slot_mapping, norms=norms, eps=self.norm_eps
         )
         pages = KVPages(k_pages, v_pages)
-        q = q.astype(k_pages.dtype)
         if self.sinks is None:
             seen = self.attend(q, pages, batch, spec=self.spec)
         else:
             seen = self.attend(q, pages, batch, spec=self.spec, sinks=self.sinks[...])
         seen = seen.astype(x.dtype).reshape(x.shape[0], -1)
         return linear(seen, self.out, self.out_bias), pages
-
-    def _project(
-        self, x: Float[Array, "tokens embed"], angles: Angles
-    ) -> tuple[
-        Float[Array, "tokens heads head_dim"],
-        Float[Array, "tokens kv_heads head_dim"],
-        Float[Array, "tokens kv_heads head_dim"],
-    ]:
-        tokens = x.shape[0]
-        qkv = linear(x, self.qkv, self.qkv_bias)
-        qkv = qkv.reshape(tokens, -1, self.group + 2, self.head_dim)
-        q = qkv[:, :, : self.group].reshape(tokens, -1, self.head_dim)
-        k, v = qkv[:, :, self.group], qkv[:, :, self.group + 1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, angles), rotate(k, angles), v

@@ -1,12 +1,12 @@
 """The gated feed-forward block."""
 
-import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpaged.config.architecture import Activation, ModelConfig
 from jaxpaged.layers.linear import linear, weight, zeros
+from pallas_kernels.gated import gated
 
 
 class FeedForward(nnx.Module):
@@ -25,12 +25,4 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         both = linear(x, self.gate_up, self.gate_up_bias)
-        ffn = both.shape[-1] // 2
-        inner = _activate(both[:, :ffn], self.activation) * both[:, ffn:]
-        return linear(inner, self.down, self.down_bias)
-
-
-def _activate(x: Float[Array, "tokens ffn"], activation: Activation) -> Float[Array, "tokens ffn"]:
-    if activation == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+        return linear(gated(both, activation=self.activation), self.down, self.down_bias)

@@ -45,13 +45,19 @@ def one_row_batch(
         cu_q_lens=np.array([0, count, count][: rows + 1], np.int32),
         seq_slots=np.array([ROW_SLOT, SPARE_SLOT][:rows], np.int32),
         from_last=np.zeros(count + padding, bool),
-        logit_rows=np.arange(count, dtype=np.int32),
+        logit_rows=np.arange(count + padding, dtype=np.int32),
         is_decode_only=decode_only,
     )
     return jax.tree.map(jnp.asarray, batch)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+# compiling takes nearly all the time of a tiny model, so it is told not to try hard
+@partial(
+    jax.jit,
+    static_argnums=0,
+    donate_argnums=2,
+    compiler_options={"xla_backend_optimization_level": 0},
+)
 def forward(graphdef: nnx.GraphDef, params: Any, state: DeviceState, batch: RaggedBatch):
     """One step without a sampler: the new state, and logits of `logit_rows`."""
     decoder = nnx.merge(graphdef, params)
@@ -67,13 +73,16 @@ def logits_of(
     chunks: list[int],
     dtype: DTypeLike = jnp.float32,
 ) -> NDArray[np.float32]:
-    """Logits of every token, computed in `chunks`; a chunk of 1 is a decode step."""
+    """Logits of every token, computed in `chunks`; a chunk of 1 is a decode step.
+
+    Longer chunks are padded to one size, past the longest, so that two programs do for all.
+    """
     state, rows, start = poisoned_state(config, dtype), [], 0
     for count in chunks:
         ids = token_ids[start : start + count]
-        padding = 0 if count == 1 else 3
+        padding = 0 if count == 1 else max(chunks) + 1 - count
         batch = one_row_batch(ids, start, padding=padding, decode_only=count == 1)
         state, logits = forward(graphdef, params, state, batch)
-        rows.append(np.asarray(logits))
+        rows.append(np.asarray(logits)[:count])
         start += count
     return np.concatenate(rows)
