@@ -113,7 +113,9 @@ def test_the_old_spelling_of_the_rotation_means_the_same(name):
 
 def test_gemma3_in_the_old_spelling_means_the_same():
     config = golden_cases()["gemma3"]["config"]
-    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types")}
+    old = {
+        key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types")
+    }
     old |= {
         "rope_theta": 1000.0,
         "rope_local_base_freq": 50.0,
