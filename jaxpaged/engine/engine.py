@@ -12,27 +12,15 @@ from dataclasses import dataclass
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.core.plan import PlannedRow, StepPlan
-from jaxpaged.core.request import Request, TokenEvent, TokenLogprobs
+from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.engine.runner import PendingStep, Runner, StepResult
-from jaxpaged.metrics import EngineLoad, EngineMetrics, FinishedSequence
-from jaxpaged.text.detokenizer import Detokenizer
+from jaxpaged.engine.stream import Stream
+from jaxpaged.metrics import EngineLoad, EngineMetrics
 from jaxpaged.text.tokenizer import Tokenizer
 
 NOT_FINITE = "the model's logits were not finite for this request"
-
-
-@dataclass(eq=False, slots=True)
-class _Stream:
-    """What the engine keeps beside a sequence. Owned by the engine."""
-
-    seq: Sequence
-    detokenizer: Detokenizer | None
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    cumulative_logprob: float = 0.0
-    told_prompt_logprobs: bool = False
-    last_token_time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +50,8 @@ class Engine:
         self._builder, self._ladder, self._tokenizer = builder, ladder, tokenizer
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
-        self._streams: dict[int, _Stream] = {}
-        self._requests: dict[str, list[_Stream]] = {}
+        self._streams: dict[int, Stream] = {}
+        self._requests: dict[str, list[Stream]] = {}
         self._next_seq_id = 0
         self.last_step_time = time.monotonic()  # when a step was last read
         self.num_padded_tokens = 0  # since start
@@ -79,7 +67,7 @@ class Engine:
         Raises:
             RequestError: it could never fit into the page pool.
         """
-        streams: list[_Stream] = []
+        streams: list[Stream] = []
         try:
             for choice in range(request.params.n):
                 seq = Sequence(
@@ -91,7 +79,7 @@ class Engine:
                 )
                 self.scheduler.add(seq)
                 self._next_seq_id += 1
-                streams.append(self._stream(seq))
+                streams.append(Stream.new(seq, self._tokenizer))
         except Exception:
             for stream in streams:
                 self.scheduler.abort(stream.seq)
@@ -105,7 +93,7 @@ class Engine:
         for stream in self._requests.pop(request_id, ()):
             if stream.seq.state is not SeqState.FINISHED:
                 self.scheduler.abort(stream.seq)
-                self._observe(stream)
+                self.metrics.finished(stream.life())
             self._streams.pop(stream.seq.seq_id, None)
         self.metrics.step_ended(0, self._load())
 
@@ -147,8 +135,7 @@ class Engine:
             stream = self._streams.get(row.seq.seq_id)
             if stream is None:
                 continue
-            if stream.prompt_logprobs is not None:
-                _collect_prompt_logprobs(stream, row, offsets[i], result)
+            stream.take_scores(row, offsets[i], result)
             event = self._event(stream, i, row, num_before, offsets[i], result)
             if event is not None:
                 self._time_tokens(stream, len(event.token_ids), now)
@@ -163,7 +150,7 @@ class Engine:
         self, live: list[tuple[int, PlannedRow, int]], result: StepResult
     ) -> list[TokenEvent]:
         """End the rows whose logits broke; their pages never reach the prefix cache."""
-        if result.is_finite[: len(result.is_finite)].all():
+        if result.is_finite.all():
             return []
         events: list[TokenEvent] = []
         for i, row, _ in live:
@@ -172,13 +159,13 @@ class Engine:
                 continue
             self.scheduler.finish(row.seq, "error", None)
             self.metrics.corrupted()
-            events.append(self._make_event(stream, (), "", None, error=NOT_FINITE))
+            events.append(stream.event((), "", None, error=NOT_FINITE))
             self._forget(stream)
         return events
 
     def _event(
         self,
-        stream: _Stream,
+        stream: Stream,
         i: int,
         row: PlannedRow,
         num_before: int,
@@ -188,79 +175,24 @@ class Engine:
         """What this row's step gave its sequence, or None where only part of a prompt was done."""
         seq = stream.seq
         new = tuple(seq.token_ids[num_before:])
-        is_done = seq.state is SeqState.FINISHED
-        if not new and not is_done:
+        if not new and not stream.is_finished:
             return None
-        logprobs = None
-        if new:
-            stream.cumulative_logprob += float(result.logprobs[i])
-            wanted = seq.request.params.logprobs
-            if wanted is not None:
-                is_scored = len(result.ranks) != len(result.token_ids)
-                place = offset + row.q_len - 1 if is_scored else i
-                logprobs = (_token_logprobs(result, place, new[0], wanted),)
-        text = self._text(stream, new)
-        return self._make_event(stream, new, text, logprobs)
+        logprobs = stream.token_logprobs(i, row, offset, result, new[0]) if new else None
+        text, stopped_by = stream.text(new)
+        if stopped_by is not None and stream.is_finished:
+            seq.finish_reason, seq.stop_reason = "stop", stopped_by
+        elif stopped_by is not None:
+            self.scheduler.finish(seq, "stop", stopped_by)
+        return stream.event(new, text, logprobs)
 
-    def _text(self, stream: _Stream, new: tuple[int, ...]) -> str:
-        """New text of a sequence; finishes it where a stop string is complete."""
-        seq, detokenizer = stream.seq, stream.detokenizer
-        if detokenizer is None:
-            return ""
-        params = seq.request.params
-        ended_by_token = seq.state is SeqState.FINISHED and seq.finish_reason == "stop"
-        hidden = ended_by_token and not params.include_stop_str_in_output
-        text, stopped_by = detokenizer.push(new[:-1] if hidden else new)
-        if stopped_by is not None:
-            if seq.state is SeqState.FINISHED:
-                seq.finish_reason, seq.stop_reason = "stop", stopped_by
-            else:
-                self.scheduler.finish(seq, "stop", stopped_by)
-        elif seq.state is SeqState.FINISHED:
-            text += detokenizer.flush()
-        return text
-
-    def _make_event(
-        self,
-        stream: _Stream,
-        token_ids: tuple[int, ...],
-        text: str,
-        logprobs: tuple[TokenLogprobs, ...] | None,
-        error: str | None = None,
-    ) -> TokenEvent:
-        seq = stream.seq
-        prompt_logprobs = None
-        if stream.prompt_logprobs is not None and not stream.told_prompt_logprobs:
-            prompt_logprobs, stream.told_prompt_logprobs = tuple(stream.prompt_logprobs), True
-        return TokenEvent(
-            request_id=seq.request.request_id,
-            choice=seq.choice,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            num_cached_tokens=seq.num_cached_tokens,
-            cumulative_logprob=stream.cumulative_logprob,
-            error=error,
-        )
-
-    def _stream(self, seq: Sequence) -> _Stream:
-        params = seq.request.params
-        detokenizer = None
-        if params.detokenize:
-            detokenizer = Detokenizer(self._tokenizer, seq.request.prompt_token_ids, params)
-        return _Stream(seq, detokenizer, None if params.prompt_logprobs is None else [None])
-
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.seq.seq_id, None)
-        self._observe(stream)
+        self.metrics.finished(stream.life())
         streams = self._requests.get(stream.seq.request.request_id)
         if streams and all(other.seq.state is SeqState.FINISHED for other in streams):
             del self._requests[stream.seq.request.request_id]
 
-    def _time_tokens(self, stream: _Stream, num_new: int, now: float) -> None:
+    def _time_tokens(self, stream: Stream, num_new: int, now: float) -> None:
         if not num_new:
             return
         if stream.last_token_time is None:
@@ -269,24 +201,6 @@ class Engine:
         else:
             self.metrics.token_gap(now - stream.last_token_time)
         stream.last_token_time = now
-
-    def _observe(self, stream: _Stream) -> None:
-        seq, now = stream.seq, time.monotonic()
-        start, first = seq.first_scheduled_time, seq.first_token_time
-        arrival = seq.request.arrival_time
-        self.metrics.finished(
-            FinishedSequence(
-                reason=seq.finish_reason or "abort",
-                num_prompt_tokens=seq.num_prompt_tokens,
-                num_output_tokens=len(seq.output_token_ids),
-                max_tokens=seq.request.max_tokens,
-                e2e_s=now - arrival,
-                queue_s=None if start is None else start - arrival,
-                first_token_s=None if first is None else first - arrival,
-                prefill_s=None if start is None or first is None else first - start,
-                decode_s=None if first is None else now - first,
-            )
-        )
 
     def _load(self) -> EngineLoad:
         scheduler = self.scheduler
@@ -307,27 +221,3 @@ def _token_offsets(rows: tuple[PlannedRow, ...]) -> list[int]:
         offsets.append(total)
         total += row.q_len
     return offsets
-
-
-def _collect_prompt_logprobs(
-    stream: _Stream, row: PlannedRow, offset: int, result: StepResult
-) -> None:
-    """Take the scores of this chunk's prompt tokens; logits at a place score the token after it."""
-    collected, seq = stream.prompt_logprobs, stream.seq
-    assert collected is not None
-    wanted = seq.request.params.prompt_logprobs or 0
-    for place in range(row.q_len):
-        position = row.start + place + 1
-        if position == len(collected) and position < seq.num_prompt_tokens:
-            token = seq.token_ids[position]
-            collected.append(_token_logprobs(result, offset + place, token, wanted))
-
-
-def _token_logprobs(result: StepResult, place: int, token_id: int, wanted: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id,
-        float(result.target_logprobs[place]),
-        int(result.ranks[place]),
-        tuple(result.top_ids[place, :wanted].tolist()),
-        tuple(result.top_logprobs[place, :wanted].tolist()),
-    )

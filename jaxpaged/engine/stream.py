@@ -1,0 +1,122 @@
+"""What a step gives one sequence: its text, its logprobs, its event."""
+
+import time
+from dataclasses import dataclass
+
+from jaxpaged.core.plan import PlannedRow
+from jaxpaged.core.request import TokenEvent, TokenLogprobs
+from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.engine.runner import StepResult
+from jaxpaged.metrics import FinishedSequence
+from jaxpaged.text.detokenizer import Detokenizer
+from jaxpaged.text.tokenizer import Tokenizer
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """What the engine keeps beside a sequence. Owned by the engine."""
+
+    seq: Sequence
+    detokenizer: Detokenizer | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    cumulative_logprob: float = 0.0
+    told_prompt_logprobs: bool = False
+    last_token_time: float | None = None  # seconds, monotonic
+
+    @classmethod
+    def new(cls, seq: Sequence, tokenizer: Tokenizer) -> "Stream":
+        params = seq.request.params
+        detokenizer = None
+        if params.detokenize:
+            detokenizer = Detokenizer(tokenizer, seq.request.prompt_token_ids, params)
+        return cls(seq, detokenizer, None if params.prompt_logprobs is None else [None])
+
+    @property
+    def is_finished(self) -> bool:
+        return self.seq.state is SeqState.FINISHED
+
+    def take_scores(self, row: PlannedRow, offset: int, result: StepResult) -> None:
+        """Keep the scores of a chunk's prompt tokens: logits at a place score the next token."""
+        if self.prompt_logprobs is None:
+            return
+        wanted = self.seq.request.params.prompt_logprobs or 0
+        for place in range(row.q_len):
+            position = row.start + place + 1
+            if position == len(self.prompt_logprobs) and position < self.seq.num_prompt_tokens:
+                token = self.seq.token_ids[position]
+                self.prompt_logprobs.append(_logprobs(result, offset + place, token, wanted))
+
+    def token_logprobs(
+        self, i: int, row: PlannedRow, offset: int, result: StepResult, token_id: int
+    ) -> tuple[TokenLogprobs, ...] | None:
+        """The logprobs of the token that row `i` sampled, if the request wants any."""
+        self.cumulative_logprob += float(result.logprobs[i])
+        wanted = self.seq.request.params.logprobs
+        if wanted is None:
+            return None
+        is_scored = len(result.ranks) != len(result.token_ids)
+        place = offset + row.q_len - 1 if is_scored else i
+        return (_logprobs(result, place, token_id, wanted),)
+
+    def text(self, new: tuple[int, ...]) -> tuple[str, str | None]:
+        """The text that new tokens make certain, and the stop string that they complete."""
+        if self.detokenizer is None:
+            return "", None
+        ended_by_token = self.is_finished and self.seq.finish_reason == "stop"
+        is_silent = ended_by_token and not self.seq.request.params.include_stop_str_in_output
+        text, stopped_by = self.detokenizer.push(new, silent_last=is_silent and bool(new))
+        if stopped_by is None and self.is_finished:
+            text += self.detokenizer.flush()
+        return text, stopped_by
+
+    def event(
+        self,
+        token_ids: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        seq = self.seq
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None and not self.told_prompt_logprobs:
+            prompt_logprobs, self.told_prompt_logprobs = tuple(self.prompt_logprobs), True
+        return TokenEvent(
+            request_id=seq.request.request_id,
+            choice=seq.choice,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            num_cached_tokens=seq.num_cached_tokens,
+            cumulative_logprob=self.cumulative_logprob,
+            error=error,
+        )
+
+    def life(self) -> FinishedSequence:
+        """The sequence's whole life, for the metrics."""
+        seq, now = self.seq, time.monotonic()
+        start, first = seq.first_scheduled_time, seq.first_token_time
+        arrival = seq.request.arrival_time
+        return FinishedSequence(
+            reason=seq.finish_reason or "abort",
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_output_tokens=len(seq.output_token_ids),
+            max_tokens=seq.request.max_tokens,
+            e2e_s=now - arrival,
+            queue_s=None if start is None else start - arrival,
+            first_token_s=None if first is None else first - arrival,
+            prefill_s=None if start is None or first is None else first - start,
+            decode_s=None if first is None else now - first,
+        )
+
+
+def _logprobs(result: StepResult, place: int, token_id: int, wanted: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id,
+        float(result.target_logprobs[place]),
+        int(result.ranks[place]),
+        tuple(result.top_ids[place, :wanted].tolist()),
+        tuple(result.top_logprobs[place, :wanted].tolist()),
+    )

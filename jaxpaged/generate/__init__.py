@@ -1,0 +1,1 @@
+"""`python -m jaxpaged.generate`: answers a file of prompts, or one prompt."""

@@ -1,0 +1,149 @@
+"""The command line of the batch job, and its exit codes.
+
+0 every line was answered · 1 some lines have an error record · 2 a setting or the model cannot work
+· 3 the output cannot be written · 130 interrupted; what was written is whole and can be resumed.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from jaxpaged.config.flags import ArgumentParser, add_engine_flags, config_from_args
+from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.engine.async_engine import AsyncLLM
+from jaxpaged.engine.factory import build_engine
+from jaxpaged.errors import EngineStopped, JaxPagedError
+from jaxpaged.generate.job import run_lines
+from jaxpaged.generate.output import OutputFailed, OutputFile
+
+ANSWERED, SOME_FAILED, CANNOT_START, CANNOT_WRITE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and turn what goes wrong into one line and an exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except OutputFailed as error:
+        sys.stderr.write(f"jaxpaged generate: output cannot be written: {error}\n")
+        return CANNOT_WRITE
+    except (JaxPagedError, OSError) as error:
+        sys.stderr.write(f"jaxpaged generate: {error}\n")
+        return SOME_FAILED if isinstance(error, EngineStopped) else CANNOT_START
+    except KeyboardInterrupt:
+        sys.stderr.write("jaxpaged generate: interrupted; go on with --resume\n")
+        return INTERRUPTED
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="jaxpaged generate",
+        description="Answer a JSONL file of requests or prompts, or one prompt.",
+        epilog=(__doc__ or "").split("\n\n")[1],
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-i", "--input", help="JSONL file, or - for standard input")
+    source.add_argument("--prompt", help="answer this one prompt on standard output")
+    parser.add_argument("-o", "--output", default="-", help="JSONL file (default: standard output)")
+    parser.add_argument("--resume", action="store_true", help="append what the output still lacks")
+    parser.add_argument(
+        "--order", choices=("input", "completion"), default="input", help="order of the output"
+    )
+    parser.add_argument(
+        "--max-inflight",
+        type=int,
+        default=0,
+        help="lines at once (default: 4 times the running ones)",
+    )
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    one = parser.add_argument_group("for --prompt")
+    one.add_argument("--chat", action="store_true", help="put it through the chat template")
+    one.add_argument("--system", help="system message, with --chat")
+    one.add_argument("--max-tokens", type=int, default=256)
+    one.add_argument("--temperature", type=float, default=0.0)
+    one.add_argument("--top-p", type=float, default=1.0)
+    one.add_argument("--sampling-seed", type=int, default=None)
+    add_engine_flags(parser)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = config_from_args(args)
+    if not config.model.model:
+        sys.stderr.write(
+            "jaxpaged generate: --model is missing: a directory, GGUF file or hub id\n"
+        )
+        return CANNOT_START
+    if args.max_inflight < 0:
+        sys.stderr.write(
+            f"jaxpaged generate: --max-inflight is {args.max_inflight}, must be positive\n"
+        )
+        return CANNOT_START
+    if args.prompt is None and args.input != "-" and not Path(args.input).is_file():
+        sys.stderr.write(f"jaxpaged generate: --input {args.input}: no such file\n")
+        return CANNOT_START
+    output = None
+    if args.prompt is None:
+        path = None if args.output == "-" else Path(args.output)
+        output = OutputFile(path, sys.stdout.buffer, resume=args.resume)
+    engine = AsyncLLM(build_engine(config))
+    try:
+        if output is None:
+            return asyncio.run(_one_prompt(engine, args))
+        return _file(engine, args, output)
+    finally:
+        engine.close()
+
+
+def _file(engine: AsyncLLM, args: argparse.Namespace, output: OutputFile) -> int:
+    slots = engine.parts.config.scheduler.max_num_seqs or 1
+    start = time.monotonic()
+    is_piped = args.input == "-"
+    source = nullcontext(sys.stdin.buffer) if is_piped else open(args.input, "rb")  # noqa: SIM115
+    with source as lines:
+        summary = asyncio.run(
+            run_lines(
+                engine,
+                lines,
+                output,
+                max_inflight=args.max_inflight or 4 * slots,
+                keep_order=args.order == "input",
+                show_progress=not args.no_progress and sys.stderr.isatty(),
+            )
+        )
+    output.close()
+    sys.stderr.write(summary.text(time.monotonic() - start) + "\n")
+    return SOME_FAILED if summary.num_failed else ANSWERED
+
+
+async def _one_prompt(engine: AsyncLLM, args: argparse.Namespace) -> int:
+    """Stream one answer to standard output, and its speed to standard error."""
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.sampling_seed,
+        max_tokens=args.max_tokens,
+        output_kind=OutputKind.DELTA,
+    )
+    prompt = args.prompt
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        prompt = await engine.chat_prompt([*system, {"role": "user", "content": prompt}])
+    _, ids = await engine.encode(prompt)
+    room = engine.max_model_len - len(ids)
+    params = replace(params, max_tokens=max(1, min(args.max_tokens, room)))
+    times: list[float] = []
+    async for output in engine.generate(prompt, params):
+        times += [time.monotonic()] * len(output.outputs[0].token_ids)
+        sys.stdout.write(output.outputs[0].text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    if len(times) > 1:
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        sys.stderr.write(f"{len(ids)} prompt tokens, {len(times)} answered, {rate:.1f} tokens/s\n")
+    return ANSWERED

@@ -1,0 +1,151 @@
+"""Runs the lines of a batch job over one engine: bounded, in order, each line's fault its own."""
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxpaged.errors import CapacityError, RequestError
+from jaxpaged.generate.lines import CHAT, BadLine, Line, read_lines
+from jaxpaged.generate.output import OutputFile
+from jaxpaged.openai.engine import ServedEngine
+from jaxpaged.openai.jobs import answer_chat, answer_completion
+
+MAX_TRIES = 5  # of a line that met a full engine
+
+
+@dataclass
+class Summary:
+    """What became of the lines."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0  # done by the run that this one resumes
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def text(self, seconds: float) -> str:
+        rate = self.num_output_tokens / seconds if seconds else 0.0
+        return (
+            f"answered {self.num_answered}, failed {self.num_failed}, skipped {self.num_skipped}; "
+            f"{self.num_prompt_tokens} prompt and {self.num_output_tokens} output tokens "
+            f"in {seconds:.1f} s, {rate:.1f} tokens/s"
+        )
+
+
+async def run_lines(
+    engine: ServedEngine,
+    lines: Iterable[bytes],
+    output: OutputFile,
+    *,
+    max_inflight: int,
+    keep_order: bool,
+    show_progress: bool,
+) -> Summary:
+    """Answer every line; at most `max_inflight` are read ahead of what has been written.
+
+    With `keep_order` records stand in the order of the lines, else in that of their completion.
+    """
+    summary = Summary()
+    running: deque[asyncio.Task[dict[str, Any]]] = deque()
+    with tqdm(desc="lines", unit="", disable=not show_progress) as bar:
+
+        async def take_one() -> None:
+            if keep_order:
+                task = running.popleft()
+            else:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                task = next(iter(done))
+                running.remove(task)
+            record = await task
+            _count(summary, record)
+            output.write(record)
+            bar.update()
+
+        try:
+            for line in read_lines(lines):
+                if _is_done(line, output):
+                    summary.num_skipped += 1
+                    continue
+                running.append(asyncio.create_task(_answer(engine, line)))
+                await asyncio.sleep(0)  # let it reach the engine before more is read
+                while len(running) >= max_inflight:
+                    await take_one()
+            while running:
+                await take_one()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    return summary
+
+
+def _is_done(line: Line | BadLine, output: OutputFile) -> bool:
+    if isinstance(line, BadLine):
+        return line.number in output.done.line_numbers
+    return line.custom_id in output.done.custom_ids
+
+
+async def _answer(engine: ServedEngine, line: Line | BadLine) -> dict[str, Any]:
+    """The record of one line."""
+    if isinstance(line, BadLine):
+        return _error_record(line.custom_id, "invalid_line", line.reason, line=line.number)
+    try:
+        body = await _try_answer(engine, line)
+    except RequestError as error:
+        return _error_record(line.custom_id, "invalid_request", str(error), param=error.param)
+    for choice in body["choices"]:
+        if choice["finish_reason"] == "error":
+            return _error_record(line.custom_id, "generation_failed", "the model's logits broke")
+    request_id = f"batch-{uuid.uuid4().hex}"
+    return {
+        "id": request_id,
+        "custom_id": line.custom_id,
+        "response": {"status_code": 200, "request_id": request_id, "body": body},
+        "error": None,
+    }
+
+
+async def _try_answer(engine: ServedEngine, line: Line) -> dict[str, Any]:
+    answer = answer_chat if line.url == CHAT else answer_completion
+    for attempt in range(MAX_TRIES):
+        try:
+            return await answer(engine, line.body)
+        except CapacityError as error:
+            if attempt == MAX_TRIES - 1:
+                raise
+            await asyncio.sleep(error.retry_after_s)
+    raise AssertionError("unreachable")
+
+
+def _error_record(
+    custom_id: str | None,
+    code: str,
+    message: str,
+    *,
+    param: str | None = None,
+    line: int | None = None,
+) -> dict[str, Any]:
+    error: dict[str, Any] = {"code": code, "message": message, "param": param}
+    if line is not None:
+        error |= {"message": f"line {line}: {message}", "line": line}
+    return {
+        "id": f"batch-{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": error,
+    }
+
+
+def _count(summary: Summary, record: dict[str, Any]) -> None:
+    if record["response"] is None:
+        summary.num_failed += 1
+        return
+    summary.num_answered += 1
+    usage = record["response"]["body"]["usage"]
+    summary.num_prompt_tokens += usage["prompt_tokens"]
+    summary.num_output_tokens += usage["completion_tokens"]
