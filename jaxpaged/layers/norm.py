@@ -1,9 +1,10 @@
 """Root mean square normalisation."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+
+from pallas_kernels.fused_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -19,7 +20,10 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return (wide * jax.lax.rsqrt(mean_square + self.eps) * scale).astype(x.dtype)
+        return rms_norm(x, self.scale[...], eps=self.eps)
+
+    def of_sum(
+        self, residual: Float[Array, "tokens size"], added: Float[Array, "tokens size"]
+    ) -> tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]]:
+        """Return the normed sum, and the sum, which is the new residual."""
+        return add_rms_norm(added, residual, self.scale[...], eps=self.eps)

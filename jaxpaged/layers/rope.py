@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
 
 from jaxpaged.config.architecture import RopeConfig
+from pallas_kernels import rope_write
 
 type Angles = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 """Cosine and sine of every token's angles, float32."""
@@ -31,10 +32,7 @@ def rotate(
     x: Float[Array, "tokens heads head_dim"], angles: Angles
 ) -> Float[Array, "tokens heads head_dim"]:
     """Turn each pair (i, i + head_dim / 2) of `x` by its angle, in float32, stored in x's type."""
-    cos, sin = (table[:, None, :] for table in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return rope_write.rotate(x, *angles)
 
 
 def frequencies(head_dim: int, rope: RopeConfig) -> NDArray[np.float32]:

@@ -19,7 +19,11 @@ from jaxpaged.layers.rope import Angles, rope_angles
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each after a norm and added to what came in."""
+    """Attention and feed-forward, each after a norm and added to what came in.
+
+    What the last block adds is passed on beside the residual `x`, so that one kernel adds it and
+    norms the sum for the next.
+    """
 
     def __init__(
         self,
@@ -39,16 +43,22 @@ class DecoderLayer(nnx.Module):
         self.feed_forward_post_norm = norm() if config.post_norms else None
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
-    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
-        added, pages = self.attention(self.attention_norm(x), angles, pages, batch)
+        self,
+        x: Float[Array, "tokens embed"],
+        added: Float[Array, "tokens embed"],
+        angles: Angles,
+        pages: KVPages,
+        batch: RaggedBatch,
+    ) -> tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], KVPages]:
+        normed, x = self.attention_norm.of_sum(x, added)
+        added, pages = self.attention(normed, angles, pages, batch)
         if self.attention_post_norm is not None:
             added = self.attention_post_norm(added)
-        x = x + added
-        added = self.feed_forward(self.feed_forward_norm(x))
+        normed, x = self.feed_forward_norm.of_sum(x, added)
+        added = self.feed_forward(normed)
         if self.feed_forward_post_norm is not None:
             added = self.feed_forward_post_norm(added)
-        return x + added, pages
+        return x, added, pages
 
 
 class Decoder(nnx.Module):
@@ -76,6 +86,7 @@ class Decoder(nnx.Module):
         Hidden states of padding tokens mean nothing.
         """
         x = self.embedding(input_ids(batch, state))
+        added = jnp.zeros_like(x)  # and not None, so that the first layer shares its trace
         kinds, head_dim = self.config.layer_kinds, self.config.head_dim
         ropes = dict.fromkeys(kind.rope for kind in kinds)
         angles = {rope: rope_angles(batch.positions, head_dim, rope) for rope in ropes}
@@ -83,9 +94,10 @@ class Decoder(nnx.Module):
         for layer, kind, pages in zip(self.layers, kinds, state.kv_pages, strict=True):
             graphdef, weights = nnx.split(layer)
             params = nnx.to_pure_dict(weights)
-            x, pages = _run_layer(graphdef, params, x, angles[kind.rope], pages, batch)
+            turn = angles[kind.rope]
+            x, added, pages = _run_layer(graphdef, params, x, added, turn, pages, batch)
             pool.append(pages)
-        return self.norm(x), replace(state, kv_pages=tuple(pool))
+        return self.norm.of_sum(x, added)[0], replace(state, kv_pages=tuple(pool))
 
     def unembed(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Turn hidden states into logits, float32, the model's soft cap applied."""
@@ -101,11 +113,12 @@ def _run_layer(
     graphdef: nnx.GraphDef,
     params: Params,
     x: Float[Array, "tokens embed"],
+    added: Float[Array, "tokens embed"],
     angles: Angles,
     pages: KVPages,
     batch: RaggedBatch,
-) -> tuple[Float[Array, "tokens embed"], KVPages]:
-    return nnx.merge(graphdef, params)(x, angles, pages, batch)
+) -> tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], KVPages]:
+    return nnx.merge(graphdef, params)(x, added, angles, pages, batch)
 
 
 def input_ids(batch: RaggedBatch, state: DeviceState) -> Int32[Array, " tokens"]:

@@ -1,0 +1,54 @@
+"""Adding to the residual and normalising the sum, in one pass."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import checks
+from pallas_kernels.fused_norm.reference import add_rms_norm_reference, rms_norm
+
+__all__ = ["add_rms_norm", "add_rms_norm_reference", "rms_norm"]
+
+_OP = "add_rms_norm"
+
+
+def add_rms_norm(
+    x: Float[Array, "rows embed"],
+    residual: Float[Array, "rows embed"],
+    scale: Float[Array, " embed"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "rows embed"], Float[Array, "rows embed"]]:
+    """Return the RMS norm of `residual + x`, and the sum itself.
+
+    Args:
+        x: what a block adds to the residual, in the residual's type.
+        scale: float32, the whole factor.
+
+    Returns:
+        (normed, sum), in the type of the inputs. The sum is rounded to that type, and its norm is
+        taken of the rounded values, in float32.
+
+    Raises:
+        KernelArgumentError: shapes that do not fit together, or another type; while tracing.
+
+    Cost: reads x and residual once, writes both results once; one launch on a Hopper GPU.
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
+    """
+    rows = ("rows", "embed")
+    sizes = checks.check_shapes(
+        _OP, {"x": (x, rows), "residual": (residual, rows), "scale": (scale, ("embed",))}
+    )
+    checks.check_dtype(_OP, "x", x, checks.KV_TYPES)
+    checks.check_dtype(_OP, "residual", residual, (x.dtype,))
+    checks.check_dtype(_OP, "scale", scale, (jnp.float32,))
+    if jax.default_backend() == "gpu":
+        # the kernels need Mosaic GPU, which not every jaxlib carries
+        from pallas_kernels import tuning
+
+        if tuning.hopper_available():
+            from pallas_kernels.fused_norm import kernel
+
+            if kernel.supports(sizes["embed"], x.dtype):
+                return kernel.add_rms_norm_kernel(x, residual, scale, eps=eps)
+    return add_rms_norm_reference(x, residual, scale, eps=eps)
