@@ -10,10 +10,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.config.settings import EngineConfig
-from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.factory import EngineParts, build_engine
+from jaxpaged.engine.inbox import EventSink, Inbox
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.llm import chat_template
 from jaxpaged.engine.outputs import RequestOutput
@@ -32,7 +33,7 @@ class AsyncLLM:
         self._parts, self._engine = parts, parts.engine
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._inboxes: dict[str, _Inbox] = {}
+        self._sinks: dict[str, EventSink] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
         self._closing = False
@@ -82,7 +83,7 @@ class AsyncLLM:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self._inboxes)
+        return len(self._sinks)
 
     @property
     def seconds_without_progress(self) -> float:
@@ -132,6 +133,40 @@ class AsyncLLM:
             QueueFull: too much waits; try again.
             EngineStopped: the engine is gone.
         """
+        ends_only = sampling_params.output_kind is OutputKind.FINAL_ONLY
+        inbox = Inbox(sampling_params.n if ends_only else 0)
+        request, text = await self.submit(
+            prompt,
+            sampling_params,
+            request_id,
+            inbox,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        assembler = Assembler(request, text, self._parts.tokenizer)
+        try:
+            while not assembler.is_finished:
+                parts = [assembler.add(event) for event in await inbox.take()]
+                output = assembler.output(parts)
+                if output is not None:
+                    yield output
+        finally:
+            self.release(request.request_id, is_finished=assembler.is_finished)
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        sink: EventSink,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> tuple[Request, str | None]:
+        """Queue a request whose events go straight to `sink`; returns it and the prompt's text.
+
+        The caller must `release` it, whatever happens. Raises what `generate` raises.
+        """
         text, ids = await self.encode(prompt)
         request = self._parts.inputs.request(
             ids,
@@ -141,28 +176,24 @@ class AsyncLLM:
             cache_salt=cache_salt,
         )
         self._check_capacity(len(ids))
-        if request.request_id in self._inboxes:
+        if request.request_id in self._sinks:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
         self._loop = asyncio.get_running_loop()
-        inbox = self._inboxes[request.request_id] = _Inbox()
-        assembler = Assembler(request, text, self._parts.tokenizer)
-        try:
-            self._send(lambda: self._add(request))
-            while not assembler.is_finished:
-                parts = [assembler.add(event) for event in await inbox.take()]
-                output = assembler.output(parts)
-                if output is not None:
-                    yield output
-        finally:
-            self._inboxes.pop(request.request_id, None)
-            if not assembler.is_finished:
-                self._send(lambda: self._engine.abort(request.request_id))
+        self._sinks[request.request_id] = sink
+        self._send(lambda: self._add(request))
+        return request, text
+
+    def release(self, request_id: str, *, is_finished: bool) -> None:
+        """Forget a request that was submitted; one that has not finished is aborted."""
+        self._sinks.pop(request_id, None)
+        if not is_finished:
+            self._send(lambda: self._engine.abort(request_id))
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its iterator ends with EngineStopped's text as finish reason abort."""
-        inbox = self._inboxes.get(request_id)
-        if inbox is not None:
-            inbox.fail(EngineStopped(f"request {request_id} was aborted"))
+        sink = self._sinks.get(request_id)
+        if sink is not None:
+            sink.fail(EngineStopped(f"request {request_id} was aborted"))
 
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` in the engine's thread between two steps."""
@@ -231,42 +262,15 @@ class AsyncLLM:
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         for event in events:
-            inbox = self._inboxes.get(event.request_id)
-            if inbox is not None:
-                inbox.put(event)
+            sink = self._sinks.get(event.request_id)
+            if sink is not None:
+                sink.put(event)
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        inbox = self._inboxes.get(request_id)
-        if inbox is not None:
-            inbox.fail(error)
+        sink = self._sinks.get(request_id)
+        if sink is not None:
+            sink.fail(error)
 
     def _fail_all(self) -> None:
-        for inbox in self._inboxes.values():
-            inbox.fail(EngineStopped(f"the engine has stopped: {self._error}"))
-
-
-class _Inbox:
-    """Events of one request on their way to its caller; both ends are in the event loop."""
-
-    def __init__(self):
-        self._events: list[TokenEvent] = []
-        self._error: Exception | None = None
-        self._arrived = asyncio.Event()
-
-    def put(self, event: TokenEvent) -> None:
-        self._events.append(event)
-        self._arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._arrived.set()
-
-    async def take(self) -> list[TokenEvent]:
-        """All events that have come, at least one."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
-        if not events and self._error is not None:
-            self._arrived.set()
-            raise self._error
-        return events
+        for sink in self._sinks.values():
+            sink.fail(EngineStopped(f"the engine has stopped: {self._error}"))

@@ -1,0 +1,47 @@
+"""Events on their way from the engine's thread to a request's caller."""
+
+import asyncio
+from typing import Protocol
+
+from jaxpaged.core.request import TokenEvent
+
+
+class EventSink(Protocol):
+    """Where a request's events go, one call each, in the callers' event loop."""
+
+    def put(self, event: TokenEvent) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+
+
+class Inbox:
+    """Events of one request on their way to its caller; both ends are in the event loop.
+
+    With `num_ends` the caller is woken only once so many answers have ended.
+    """
+
+    def __init__(self, num_ends: int):
+        self._num_ends = num_ends
+        self._events: list[TokenEvent] = []
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        if self._num_ends:
+            self._num_ends -= event.finish_reason is not None
+        if not self._num_ends:
+            self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> list[TokenEvent]:
+        """All events that have come, at least one."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        if not events and self._error is not None:
+            self._arrived.set()
+            raise self._error
+        return events
