@@ -1,11 +1,12 @@
 """From a step plan to the packed words that the device takes."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.core.logit_edits import Processors, RowEdits, row_edits
+from jaxpaged.core.logit_edits import RowEdits, row_edits
 from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.core.plan import PlannedRow, StepPlan
 from jaxpaged.core.sequence import Sequence
@@ -35,7 +36,7 @@ class BatchBuilder:
         page_size: int,
         max_num_seqs: int,
         vocab: int,
-        processors: Processors,
+        processors: Mapping[str, int],
     ):
         self.pages_per_seq, self.page_size = pages_per_seq, page_size
         self.max_num_seqs, self.vocab = max_num_seqs, vocab
@@ -54,10 +55,12 @@ class BatchBuilder:
             "seed": np.zeros((slots, 2), np.uint32),
             "choice": np.zeros(slots, np.int32),
         }
-        self._penalties: Views = {
+        self._edit_fields: Views = {
             "presence_penalty": np.zeros(slots, np.float32),
             "frequency_penalty": np.zeros(slots, np.float32),
             "repetition_penalty": np.ones(slots, np.float32),
+            "counts_row": np.zeros(slots, np.int32),
+            "processors": np.zeros(slots, np.int32),
         }
 
     def build(self, plan: StepPlan, bucket: Bucket) -> HostBatch:
@@ -117,10 +120,13 @@ class BatchBuilder:
         self._fields["min_p"][slot] = params.min_p
         self._fields["seed"][slot] = (seed & _WORD, (seed >> 32) & _WORD)
         self._fields["choice"][slot] = seq.choice
-        self._penalties["presence_penalty"][slot] = params.presence_penalty
-        self._penalties["frequency_penalty"][slot] = params.frequency_penalty
-        self._penalties["repetition_penalty"][slot] = params.repetition_penalty
-        self._edits[slot] = row_edits(seq.request, self.vocab, self._processors)
+        self._edit_fields["presence_penalty"][slot] = params.presence_penalty
+        self._edit_fields["frequency_penalty"][slot] = params.frequency_penalty
+        self._edit_fields["repetition_penalty"][slot] = params.repetition_penalty
+        self._edit_fields["counts_row"][slot] = params.has_penalties
+        names = set(params.logits_processors or ())
+        self._edit_fields["processors"][slot] = sum(1 << self._processors[name] for name in names)
+        self._edits[slot] = row_edits(seq.request, self.vocab)
 
     def _fill_tokens(
         self,
@@ -183,9 +189,10 @@ class BatchBuilder:
 
     def _fill_edits(self, views: Views, rows: Seq[PlannedRow], slots: np.ndarray) -> None:
         num = len(rows)
-        for name, values in self._penalties.items():
+        for name, values in self._edit_fields.items():
             views[name][:num] = values[slots]
         views["repetition_penalty"][num:] = 1.0
+        views["counts_row"][:num] &= [row.samples for row in rows]
         views["bias_ids"][:] = self.vocab
         views["mask"][:] = _ALL_ALLOWED
         for i, row in enumerate(rows):
@@ -196,8 +203,6 @@ class BatchBuilder:
             edits.write(views["bias_ids"][i], views["bias_values"][i], row.seq, position)
             if edits.mask is not None:
                 views["mask"][i] = edits.mask
-            views["processors"][i] = edits.processors
-            views["counts_row"][i] = row.seq.request.params.has_penalties
 
 
 def _fill_targets(targets: np.ndarray, rows: Seq[PlannedRow]) -> None:

@@ -1,6 +1,5 @@
 """What a request changes in its logits before a token is picked: biases, bans, masks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +8,6 @@ from jaxpaged.core.params import MAX_BIASES
 from jaxpaged.core.request import Request
 from jaxpaged.core.sequence import Sequence
 from jaxpaged.errors import RequestError
-
-type Processors = Mapping[str, int]
-"""Logits processors by name, each with its bit's place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +20,6 @@ class RowEdits:
     min_tokens: int
     banned_runs: tuple[tuple[int, ...], ...]
     mask: np.ndarray | None  # u32 words; None allows all
-    processors: int
 
     def write(self, ids: np.ndarray, values: np.ndarray, seq: Sequence, position: int) -> None:
         """Fill a row of `bias_ids` and `bias_values` for the token sampled at `position`."""
@@ -40,12 +35,12 @@ class RowEdits:
         values[num : num + len(banned)] = -np.inf
 
 
-def row_edits(request: Request, vocab: int, processors: Processors) -> RowEdits | None:
+def row_edits(request: Request, vocab: int) -> RowEdits | None:
     """The edits of a request, or None where it has none."""
     params = request.params
-    if not (params.needs_edits or request.banned_ids or request.banned_runs):
+    bias, is_masked = params.logit_bias or {}, params.allowed_token_ids is not None
+    if not (bias or is_masked or params.min_tokens or request.banned_ids or request.banned_runs):
         return None
-    bias = params.logit_bias or {}
     ids = np.array([*bias, *request.banned_ids], np.int32)
     values = np.array([*bias.values(), *(-np.inf for _ in request.banned_ids)], np.float32)
     allowed = params.allowed_token_ids
@@ -56,7 +51,6 @@ def row_edits(request: Request, vocab: int, processors: Processors) -> RowEdits 
         min_tokens=params.min_tokens,
         banned_runs=request.banned_runs,
         mask=None if allowed is None else mask_words(allowed, vocab),
-        processors=sum(1 << processors[name] for name in set(params.logits_processors or ())),
     )
 
 

@@ -84,7 +84,10 @@ def test_edits_stand_in_the_rows_that_sample():
     scheduler = make_scheduler(max_num_batched_tokens=7)
     penalties = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=2.0)
     edits = SamplingParams(
-        logit_bias={3: 1.5}, allowed_token_ids=[0, 33], logits_processors=["b"], max_tokens=4
+        logit_bias={3: 1.5},
+        allowed_token_ids=[0, 33],
+        logits_processors=["b", "c", "b"],
+        max_tokens=4,
     )
     add(
         scheduler,
@@ -94,12 +97,12 @@ def test_edits_stand_in_the_rows_that_sample():
     )
     plan = scheduler.schedule()
     assert [row.samples for row in plan.rows] == [True, True, False]
-    views = build(plan, mixed("full"), make_builder({"a": 0, "b": 1}))
+    views = build(plan, mixed("full"), make_builder({"a": 0, "b": 1, "c": 3}))
     assert views["presence_penalty"].tolist() == [1, 0, 0, 0]
     assert views["frequency_penalty"].tolist() == [0.5, 0, 0, 0]
     assert views["repetition_penalty"].tolist() == [2, 1, 1, 1]
     assert views["counts_row"].tolist() == [1, 0, 0, 0]
-    assert views["processors"].tolist() == [0, 2, 0, 0]
+    assert views["processors"].tolist() == [0, 10, 10, 0]
     used = views["bias_ids"] != VOCAB
     assert np.argwhere(used).tolist() == [[1, 0]]
     assert (views["bias_ids"][1, 0], views["bias_values"][1, 0]) == (3, 1.5)

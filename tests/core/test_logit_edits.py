@@ -10,11 +10,11 @@ VOCAB = 70
 UNUSED = VOCAB
 
 
-def written(seq, position, processors=None):
+def written(seq, position):
     """The row's used entries, in order."""
     ids = np.full(MAX_BIASES, UNUSED, np.int32)
     values = np.zeros(MAX_BIASES, np.float32)
-    edits = row_edits(seq.request, VOCAB, processors or {})
+    edits = row_edits(seq.request, VOCAB)
     assert edits is not None
     edits.write(ids, values, seq, position)
     num = int((ids != UNUSED).sum())
@@ -24,7 +24,7 @@ def written(seq, position, processors=None):
 
 
 def test_a_request_without_edits_has_none():
-    assert row_edits(make_sequence(params=SamplingParams()).request, VOCAB, {}) is None
+    assert row_edits(make_sequence(params=SamplingParams()).request, VOCAB) is None
 
 
 def test_biases_come_before_bans():
@@ -53,12 +53,6 @@ def test_mask_bits_lie_in_order_of_token():
     words = mask_words([0, 33, 69], VOCAB)
     assert words.dtype == np.uint32
     assert words.tolist() == [1, 2, 1 << 5]
-
-
-def test_processors_switch_their_bits():
-    params = SamplingParams(logits_processors=["b", "d", "b"])
-    edits = row_edits(make_sequence(params=params).request, VOCAB, {"a": 0, "b": 1, "d": 3})
-    assert edits.processors == 0b1010
 
 
 @pytest.mark.parametrize(("num_banned", "is_refused"), [(MAX_BIASES - 4, False), (509, True)])
