@@ -127,16 +127,20 @@ def test_scored_rows_name_the_next_token_of_the_prompt():
 
 
 def test_a_slot_with_a_new_owner_keeps_nothing_of_the_old_one():
-    scheduler, builder = make_scheduler(max_num_seqs=1), make_builder()
+    scheduler, builder = make_scheduler(max_num_seqs=2, max_num_batched_tokens=32), make_builder()
     params = SamplingParams(temperature=0.5, logit_bias={3: 1.0})
-    (old,) = add(scheduler, make_sequence(0, prompt(0, 14), params=params))
-    build(scheduler.schedule(), mixed("full"), builder)
+    old, _ = add(
+        scheduler, make_sequence(0, prompt(0, 14), params=params), make_sequence(1, prompt(20, 14))
+    )
+    build(scheduler.schedule(), mixed("full", 32), builder)
     scheduler.abort(old)
-    (new,) = add(scheduler, make_sequence(1, [5]))
-    views = build(scheduler.schedule(), mixed("full"), builder)
-    assert views["page_table"][0].tolist() == new.page_ids + [0] * (PAGES_PER_SEQ - 1)
-    assert views["temperature"][0] == 0
-    assert (views["bias_ids"][0] == VOCAB).all()
+    (new,) = add(scheduler, make_sequence(2, [5]))
+    plan = scheduler.schedule()
+    assert [(row.seq.seq_id, row.slot) for row in plan.rows] == [(1, 1), (2, 0)]
+    views = build(plan, mixed("full"), builder)
+    assert views["page_table"][1].tolist() == new.page_ids + [0] * (PAGES_PER_SEQ - 1)
+    assert views["temperature"][1] == 0
+    assert (views["bias_ids"][1] == VOCAB).all()
 
 
 def test_a_batch_is_not_written_again_by_later_ones():

@@ -197,6 +197,16 @@ def test_a_full_prompt_is_admitted_only_with_all_its_pages_unclaimed(reserves, r
     assert shares(scheduler.schedule()) == rows
 
 
+def test_a_prompt_that_runs_already_keeps_its_claim():
+    scheduler = make_scheduler(
+        num_pages=9, reserve_full_prompt=True, long_prefill_token_threshold=4
+    )
+    add(scheduler, make_sequence(0, prompt(0, 20)))
+    scheduler.schedule()
+    add(scheduler, make_sequence(1, prompt(30, 16)))
+    assert shares(scheduler.schedule()) == [(0, 4, 4)]
+
+
 # --- prompt logprobs and penalties
 
 
