@@ -1,13 +1,12 @@
 """Token embedding and the logits."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxpaged.config.architecture import ModelConfig
-from jaxpaged.layers.linear import weight
+from jaxpaged.layers.linear import contract_last, weight
 
 
 class Embedding(nnx.Module):
@@ -27,9 +26,4 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Score every token, unscaled, in float32."""
-        return jax.lax.dot_general(
-            hidden,
-            self.table[...],
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        return contract_last(hidden, self.table[...], jnp.float32)
