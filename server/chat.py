@@ -7,10 +7,11 @@ from aiohttp import web
 
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.errors import RequestError
-from server.answering import Job, respond
+from server.answering import respond
 from server.auth import KEY_ID
 from server.chunks import CHAT, Envelope
 from server.engine import ServedEngine
+from server.job import Job
 from server.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
 from server.params import chat_params, salt_of
 from server.prompts import encode_chat

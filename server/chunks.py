@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.engine.outputs import RequestOutput
-
 encode = msgspec.json.Encoder().encode
 
 COMPLETION, CHAT = "text_completion", "chat.completion"
@@ -44,9 +42,9 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def add_prompt(self, output: RequestOutput) -> None:
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.cached_tokens += output.num_cached_tokens
+    def add_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += num_cached_tokens
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -65,11 +63,10 @@ class ChunkWriter:
         self._with_usage, self._each_usage = with_usage, each_usage
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         is_chat = kind != COMPLETION
-        field = b',"delta":{"content":' if is_chat else b',"text":'
-        close = b"}" if is_chat else b""
+        self._field = b',"delta":{"content":' if is_chat else b',"text":'
+        self._close = b'},"logprobs":null' if is_chat else b',"logprobs":null'
+        self._back = self._close + b',"finish_reason":null}' + self._tail
         self._fronts: dict[int, bytes] = {}
-        self._field = field
-        self._back = close + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def text(self, index: int, text: str) -> bytes:
         """The common chunk: some text, nothing else."""
@@ -78,6 +75,12 @@ class ChunkWriter:
             front = self._head + b'{"index":%d' % index + self._field
             self._fronts[index] = front
         return front + encode(text) + self._back
+
+    def end(self, index: int, text: str, reason: str, stop_reason: int | str | None) -> bytes:
+        """The last chunk of an answer that is plain text."""
+        ending = b',"finish_reason":%b,"stop_reason":%b}' % (encode(reason), encode(stop_reason))
+        front = self._head + b'{"index":%d' % index + self._field
+        return front + encode(text) + self._close + ending + self._tail
 
     def choices(self, choices: Sequence[dict[str, Any]], usage: Usage) -> bytes:
         """Any other chunk."""
@@ -91,8 +94,3 @@ class ChunkWriter:
         if not self._with_usage:
             return b""
         return self._head + b'],"usage":' + encode(usage.fields()) + b"}\n\n"
-
-    @property
-    def is_plain(self) -> bool:
-        """Chunks of text need no more than text."""
-        return not self._each_usage

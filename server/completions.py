@@ -7,10 +7,11 @@ from aiohttp import web
 
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
-from server.answering import Job, respond
+from server.answering import respond
 from server.auth import KEY_ID
 from server.chunks import COMPLETION, Envelope
 from server.engine import ServedEngine
+from server.job import Job
 from server.logprobs import CompletionLogprobs, TokenLabels, prompt_logprobs
 from server.params import completion_params, salt_of
 from server.prompts import completion_prompts
@@ -49,7 +50,7 @@ class CompletionForm:
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
-        self.is_plain = body.logprobs is None and not body.return_token_ids
+        self.is_plain = body.logprobs is None and not (body.return_token_ids or body.echo)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None

@@ -4,6 +4,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.request import Request
+from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.metrics import EngineLoad, EngineMetrics
 from jaxpaged.text.tokenizer import Tokenizer
@@ -44,5 +46,16 @@ class ServedEngine(Protocol):
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]: ...
+    async def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        sink: EventSink,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> tuple[Request, str | None]: ...
+    def release(self, request_id: str, *, is_finished: bool) -> None: ...
     async def abort(self, request_id: str) -> None: ...
     def close(self) -> None: ...

@@ -72,6 +72,8 @@ def error_body(error: BaseException) -> bytes:
 
 
 def _message(error: BaseException) -> str:
+    if isinstance(error, EngineStopped):
+        return str(error).partition(":")[0]  # the cause is the operator's to read
     if isinstance(error, HttpError | JaxPagedError):
         return str(error)[:MAX_MESSAGE].encode("utf-8", "replace").decode()
     if isinstance(error, web.HTTPException):

