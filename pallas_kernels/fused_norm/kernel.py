@@ -23,6 +23,7 @@ WARPS = 4  # of a warpgroup
 MAX_WARPGROUPS = 8
 MAX_VECTORS = 8  # a thread, so that a row stays in registers
 MAX_VECTOR = 8  # values of an access: 16 bytes
+_inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _sum_over_program(x: jax.Array, layout: Any, parts: Any) -> jax.Array:
     would share its scratch memory.
     """
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(layout, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 VECTOR = 8  # values of an access: 16 bytes
 THREADS = 128  # a program
 MANY_VECTORS = 4096 * THREADS  # with more than these, a thread takes two
+_inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 def supports(ffn: int, activation: str, dtype: DTypeLike) -> bool:
@@ -51,7 +52,7 @@ def _gated(both: Any, out: Any, *, vectors: int, activation: str) -> None:
     scalar = plgpu.Layout.WG_SPLAT(())
     loaded = plgpu.ShapeDtypeStruct((width,), both.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=(loaded, loaded))
+    @_inline(arg_types=(plgpu.RefType(), scalar), return_type=(loaded, loaded))
     def load(_, both, program):
         kind = ir.VectorType.get((VECTOR,), both.type.element_type)
         places = _places(program.registers.item(), vectors, row_vectors, total)
@@ -67,7 +68,7 @@ def _gated(both: Any, out: Any, *, vectors: int, activation: str) -> None:
 
         return half(0), half(ffn)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, scalar))
+    @_inline(arg_types=(plgpu.RefType(), layout, scalar))
     def store(_, out, values, program):
         places = _places(program.registers.item(), vectors, row_vectors, total)
         for register, place in zip(values.registers.flat, places, strict=True):

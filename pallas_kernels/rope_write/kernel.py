@@ -28,6 +28,7 @@ WARP = 32
 WIDTH = VECTOR * THREADS  # values of a program's array: a vector a thread
 LAYOUT = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=VECTOR)
 SCALAR = plgpu.Layout.WG_SPLAT(())
+_inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 def supports(head_dim: int, has_norms: bool, dtype: DTypeLike) -> bool:
@@ -100,7 +101,7 @@ def _array(register: Any) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=registers, _layout=LAYOUT.to_mgpu(), _is_signed=None)
 
 
-def _values(dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
+def _values(dtype: Any) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct((WIDTH,), dtype, layout=LAYOUT)
 
 
@@ -108,7 +109,7 @@ def _load(static: _Static, qkv: Any, cos: Any, sin: Any, program: jax.Array) -> 
     """First and second half of each pair, in qkv's type, then cosines and sines."""
     ref = plgpu.RefType()
 
-    @plgpu.inline_mgpu(
+    @_inline(
         arg_types=(ref, ref, ref, SCALAR),
         return_type=[_values(qkv.dtype)] * 2 + [_values(jnp.float32)] * 2,
     )
@@ -133,9 +134,7 @@ def _load_factors(
     """The head norm's factors for this thread's pairs."""
     ref = plgpu.RefType()
 
-    @plgpu.inline_mgpu(
-        arg_types=(ref, ref, SCALAR), return_type=[_values(jnp.float32), _values(jnp.float32)]
-    )
+    @_inline(arg_types=(ref, ref, SCALAR), return_type=[_values(jnp.float32), _values(jnp.float32)])
     def load(_, q_factor, k_factor, program):
         place = _place(static, program.registers.item())
         wide = ir.VectorType.get((VECTOR,), ir.F32Type.get())
@@ -153,7 +152,7 @@ def _load_factors(
 def _sum_over_head(static: _Static, x: jax.Array) -> jax.Array:
     """The sum of a head's values, in each element of the result."""
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=_values(jnp.float32))
+    @_inline(arg_types=(LAYOUT,), return_type=_values(jnp.float32))
     def summed(_, x):
         f32 = ir.F32Type.get()
         total = vector.reduction(f32, vector.CombiningKind.ADD, x.registers.item())
@@ -176,7 +175,7 @@ def _store(
     """Store turned queries and keys and plain values; `refs` are slots, q, k_pages, v_pages."""
     s, ref = static, plgpu.RefType()
 
-    @plgpu.inline_mgpu(arg_types=(*[ref] * 4, *[LAYOUT] * 4, SCALAR))
+    @_inline(arg_types=(*[ref] * 4, *[LAYOUT] * 4, SCALAR))
     def store(_, slots, q, k_pages, v_pages, *values_and_program):
         *values, program = (x.registers.item() for x in values_and_program)
         plain, turned = values[:2], values[2:]
@@ -213,7 +212,8 @@ def _rotate_and_write(static: _Static, refs: tuple[Any, ...]) -> None:
     first, second, cosine, sine = _load(static, qkv, cos, sin, program)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
     if factors:
-        first_factor, second_factor = _load_factors(static, *factors, program)
+        q_factor, k_factor = factors
+        first_factor, second_factor = _load_factors(static, q_factor, k_factor, program)
         mean_square = _sum_over_head(static, a * a + b * b) * (1.0 / static.head_dim)
         inverse = lax.rsqrt(mean_square + static.eps)
         a, b = a * inverse * first_factor, b * inverse * second_factor

@@ -19,8 +19,8 @@ _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 def hopper_target() -> Iterator[None]:
     """Let the ops choose as they would on a Hopper GPU, while tracing and lowering."""
     with (
-        mock.patch.object(jax, "default_backend", lambda: "gpu"),
-        mock.patch.object(tuning, "hopper_available", lambda: True),
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(tuning, "hopper_available", return_value=True),
         use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200)),
     ):
         yield

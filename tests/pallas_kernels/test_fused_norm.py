@@ -1,0 +1,59 @@
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.checks import KernelArgumentError
+from pallas_kernels.fused_norm import add_rms_norm, rms_norm
+from tests.support.cuda_target import KERNEL, lower_for_hopper, struct
+
+EPS = 1e-5
+op = partial(add_rms_norm, eps=EPS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_sum_is_rounded_and_then_normed_in_float32(dtype):
+    rng = np.random.default_rng(0)
+    x, residual = (jnp.asarray(rng.standard_normal((5, 96)) * 200, dtype) for _ in range(2))
+    scale = jnp.asarray(rng.standard_normal(96), jnp.float32)
+    normed, total = op(x, residual, scale)
+    assert normed.dtype == total.dtype == dtype
+    np.testing.assert_array_equal(total, x + residual)
+    exact = np.asarray(total, np.float64)
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPS) * np.asarray(scale)
+    rtol = 2 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=rtol)
+
+
+def test_it_is_an_addition_and_then_the_plain_norm():
+    rng = np.random.default_rng(1)
+    x, residual = (jnp.asarray(rng.standard_normal((3, 8)), jnp.float32) for _ in range(2))
+    scale = jnp.linspace(0.5, 2.0, 8)
+    np.testing.assert_array_equal(op(x, residual, scale)[0], rms_norm(x + residual, scale, eps=EPS))
+
+
+@pytest.mark.parametrize(
+    ("rows", "embed"), [(1, 4096), (64, 640), (256, 896), (8, 5120), (2, 16384), (8192, 3584)]
+)
+def test_on_hopper_it_is_one_kernel(rows, embed):
+    text = lower_for_hopper(op, struct(rows, embed), struct(rows, embed), struct(embed, dtype="f4"))
+    assert text.count(KERNEL) == 1
+
+
+@pytest.mark.parametrize(("embed", "dtype"), [(100, jnp.bfloat16), (4096, jnp.float32)])
+def test_on_hopper_other_widths_and_types_run_on_xla(embed, dtype):
+    rows = struct(2, embed, dtype=dtype)
+    assert KERNEL not in lower_for_hopper(op, rows, rows, struct(embed, dtype="f4"))
+
+
+def test_a_residual_of_another_type_is_refused():
+    x = jnp.zeros((2, 8), jnp.bfloat16)
+    with pytest.raises(KernelArgumentError, match="residual is float32, allowed: bfloat16"):
+        op(x, x.astype(jnp.float32), jnp.ones(8))
+
+
+def test_a_scale_of_another_width_is_refused():
+    x = jnp.zeros((2, 8), jnp.bfloat16)
+    with pytest.raises(KernelArgumentError, match=r"scale has shape \(4,\).*embed = 8"):
+        op(x, x, jnp.ones(4))
