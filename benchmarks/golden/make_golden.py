@@ -3,7 +3,7 @@
     python benchmarks/golden/make_golden.py        # in an environment with torch and transformers
 
 Weights are not stored: `tiny_weight` makes the same ones from a tensor's name on both sides, and
-`tests/support/checkpoints.py` holds its twin. Configurations are stored as transformers writes them.
+`tests/support/checkpoints.py` holds its twin. Configurations are as transformers writes them.
 """
 
 import json

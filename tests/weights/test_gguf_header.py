@@ -28,8 +28,11 @@ def tensor(name="t", dims=(4, 2), kind=F32, offset=0, num_dims=None, **sizes):
     return string(name, **sizes) + shape + struct.pack("<IQ", kind, offset)
 
 
+TENSOR = tensor()
+
+
 def gguf_file(
-    fields=(), tensors=(tensor(),), *, magic=b"GGUF", version=3, counts=None, data=bytes(64)
+    fields=(), tensors=(TENSOR,), *, magic=b"GGUF", version=3, counts=None, data=bytes(64)
 ):
     num_tensors, num_fields = counts or (len(tensors), len(fields))
     head = magic + struct.pack("<IQQ", version, num_tensors, num_fields)
