@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxpaged.config.flags import config_from_args
 from jaxpaged.errors import ConfigError, JaxPagedError
@@ -41,6 +42,8 @@ def _run(argv: Sequence[str], prog: str) -> int:
         llm = AsyncLLM.from_config(config, show_progress=sys.stderr.isatty())
         app = create_app(llm, settings.api_keys, settings.limits)
         code = asyncio.run(serve(app, listening, settings))
+    if settings.uds is not None:
+        Path(settings.uds).unlink(missing_ok=True)
     if not close_engine(llm):
         logging.shutdown()
         os._exit(code)  # a thread that never returns would hold the process

@@ -85,13 +85,17 @@ def bind(settings: ServerSettings) -> socket.socket:
         OSError: it cannot be taken.
     """
     if settings.uds is not None:
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(settings.uds)
-        return listening
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        family, address = socket.AF_UNIX, settings.uds
+    else:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        address = (settings.host, settings.port)
     listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((settings.host, settings.port))
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError:
+        listening.close()
+        raise
     return listening
 
 

@@ -1,0 +1,256 @@
+"""A server's life: it drains on a signal, ends when its engine does, and refuses bad settings."""
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from jaxpaged import cli
+from jaxpaged.errors import ConfigError
+from server import command
+from server.app import create_app
+from server.serving import EXIT_DONE, EXIT_ENGINE_STOPPED, bind, close_engine, serve
+from server.settings import ServerSettings, flags_from_file, make_parser, parse, server_settings
+from server.state import ServerLimits
+from tests.server.conftest import COMPLETIONS, Running
+from tests.support.fake_engine import fake_llm
+
+STREAM = {"prompt": "ABC", "max_tokens": 80, "stream": True, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+async def life(tmp_path: Path):
+    """A running `serve`, and the task that gives its exit code."""
+    tasks, sessions, llms = [], [], []
+
+    async def begin(shutdown_timeout_s: float = 10.0) -> tuple[Running, asyncio.Task[int]]:
+        llm, engine = fake_llm(tmp_path)
+        engine.before_step = lambda step: time.sleep(0.002)
+        limits = ServerLimits(shutdown_timeout_s=shutdown_timeout_s)
+        settings = ServerSettings("127.0.0.1", 0, None, (), None, limits, "info")
+        app, listening = create_app(llm, (), limits), bind(settings)
+        task = asyncio.create_task(serve(app, listening, settings))
+        session = aiohttp.ClientSession()
+        tasks.append(task), sessions.append(session), llms.append(llm)
+        running = Running(
+            llm, engine, app, f"http://127.0.0.1:{listening.getsockname()[1]}", session
+        )
+        async with asyncio.timeout(10):
+            while not task.done():
+                try:
+                    await running.get("/health")
+                    break
+                except aiohttp.ClientError:
+                    await asyncio.sleep(0.01)
+        return running, task
+
+    yield begin
+    for session in sessions:
+        await session.close()
+    for llm in llms:
+        assert close_engine(llm)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def working(running: Running, steps: int = 3) -> None:
+    async with asyncio.timeout(10):
+        while running.engine.num_steps < steps:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_signal_lets_streams_finish_and_ends_with_0(life):
+    running, task = await life()
+    stream = asyncio.create_task(running.post(STREAM))
+    await working(running)
+    os.kill(os.getpid(), signal.SIGTERM)
+    reply = await stream
+    assert len("".join(reply.texts)) == 80
+    assert await asyncio.wait_for(task, 10) == EXIT_DONE
+    with pytest.raises(aiohttp.ClientError):
+        await running.get("/health")
+
+
+async def test_a_stream_that_cannot_end_in_time_is_told_so(life):
+    running, task = await life(shutdown_timeout_s=0.2)
+    stream = asyncio.create_task(running.post(STREAM | {"max_tokens": 1900}))
+    await working(running)
+    begun = time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)
+    reply = await stream
+    assert "aborted" in reply.events[-1]["error"]["message"]
+    assert await asyncio.wait_for(task, 10) == EXIT_DONE
+    assert 0.15 < time.monotonic() - begun < 0.2 + 2
+
+
+async def test_a_second_signal_ends_it_at_once(life):
+    running, task = await life(shutdown_timeout_s=60)
+    stream = asyncio.create_task(running.post(STREAM | {"max_tokens": 1900}))
+    await working(running)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert "aborted" in (await stream).events[-1]["error"]["message"]
+    assert await asyncio.wait_for(task, 5) == EXIT_DONE
+
+
+async def test_an_idle_server_ends_at_once(life):
+    _, task = await life(shutdown_timeout_s=60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(task, 5) == EXIT_DONE
+
+
+async def test_a_dead_engine_ends_the_server_with_1(life):
+    running, task = await life()
+
+    def die(step: int) -> None:
+        raise RuntimeError("no more")
+
+    running.engine.before_step = die
+    reply = await running.post(STREAM)
+    assert reply.status == 500
+    assert await asyncio.wait_for(task, 5) == EXIT_ENGINE_STOPPED
+
+
+async def test_a_unix_socket_is_served(tmp_path):
+    llm, _ = fake_llm(tmp_path / "m")
+    path = str(tmp_path / "socket")
+    settings = ServerSettings("", 0, path, (), None, ServerLimits(), "info")
+    task = asyncio.create_task(serve(create_app(llm), bind(settings), settings))
+    async with asyncio.timeout(10):
+        connector = aiohttp.UnixConnector(path)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while True:
+                try:
+                    async with session.post(f"http://x{COMPLETIONS}", json=STREAM) as response:
+                        assert (await response.read()).endswith(b"[DONE]\n\n")
+                        break
+                except aiohttp.ClientError:
+                    await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(task, 5) == EXIT_DONE
+    assert close_engine(llm)
+
+
+def settings_of(*argv: str) -> ServerSettings:
+    return server_settings(parse(make_parser("x"), ["model", *argv]))
+
+
+def test_defaults_are_vllms_where_it_has_one():
+    settings = settings_of()
+    assert (settings.host, settings.port, settings.api_keys) == ("0.0.0.0", 8000, ())
+    assert settings.limits.shutdown_timeout_s == 30
+
+
+def test_keys_come_from_flags_and_from_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# a comment\nthree\n\nfour\n")
+    settings = settings_of("--api-key", "one", "--api-key=two", f"--api-key-file={file}")
+    assert settings.api_keys == ("one", "two", "three", "four")
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["--port", "70000"], "--port is 70000"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key-file", "missing"], "--api-key-file"),
+        (["--ssl-keyfile", "k"], "--ssl-certfile"),
+        (["--ssl-certfile", "missing"], "--ssl-certfile"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(argv, names):
+    with pytest.raises(ConfigError, match=names):
+        settings_of(*argv)
+
+
+def test_a_file_of_flags_comes_before_the_command_line(tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text(
+        "model: from-file\nport: 1234\nmax_model_len: 100\nenable-prefix-caching: false\n"
+        "served-model-name: [a, b]\nhf-overrides: {x: 1}\napi-key: [k1, k2]\nuds: null\n"
+    )
+    assert flags_from_file(file) == [
+        "--model=from-file", "--port=1234", "--max-model-len=100", "--no-enable-prefix-caching",
+        "--served-model-name=a,b", '--hf-overrides={"x": 1}', "--api-key=k1", "--api-key=k2",
+    ]  # fmt: skip
+    args = parse(make_parser("x"), ["--config", str(file), "--port", "99"])
+    assert args.port == 99
+    assert getattr(args, "model.model") == "from-file"
+    assert getattr(args, "model.served_model_name") == ("a", "b")
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", "\xff"])
+def test_a_file_that_holds_no_flags_is_refused(tmp_path, content):
+    file = tmp_path / "flags.yaml"
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"--config flags\.yaml"):
+        flags_from_file(file)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["m", "--max-seqs-per-bach", "3"], "did you mean --max-seqs-per-batch?"),
+        (["m", "--priority-mode", "FAST"], "--priority-mode"),
+        (["m", "--max-model", "3"], "--max-model"),
+        ([], "which model?"),
+    ],
+)
+def test_mistakes_in_flags_are_one_line_and_code_2(capsys, argv, says):
+    with pytest.raises(SystemExit) as caught:
+        command.main(argv)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+
+
+def test_an_address_in_use_is_found_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code = command.main(["no-such-model", "--host", "127.0.0.1", "--port", port])
+    told = capsys.readouterr().err
+    assert code == 2
+    assert f"127.0.0.1:{port} cannot be listened on" in told
+    assert told.count("\n") == 1
+
+
+def test_a_model_that_is_not_there_is_one_line_and_code_2(capsys, tmp_path):
+    code = command.main([str(tmp_path / "nothing"), "--host", "127.0.0.1", "--port", "0"])
+    told = capsys.readouterr().err
+    assert code == 2
+    assert told.count("\n") == 1
+    assert "Traceback" not in told
+
+
+def test_code_of_model_folders_is_refused_by_flag(capsys):
+    assert command.main(["m", "--trust-remote-code"]) == 2
+    assert "trust_remote_code" in capsys.readouterr().err
+
+
+def test_the_command_line_knows_its_words(capsys):
+    assert cli.main(["version"]) == 0
+    assert cli.main(["--help"]) == 0
+    assert "jaxpaged serve" in capsys.readouterr().out
+    assert cli.main(["serf"]) == 2
+    assert "did you mean serve?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--help"])
+    assert caught.value.code == 0
+
+
+def test_a_certificate_gives_a_context(tmp_path, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        ssl.SSLContext, "load_cert_chain", lambda self, *files: loaded.append(files)
+    )
+    settings = settings_of("--ssl-certfile", "c", "--ssl-keyfile", "k")
+    assert isinstance(settings.ssl_context, ssl.SSLContext)
+    assert loaded == [("c", "k")]
