@@ -146,6 +146,8 @@ class CompileSettings:
     compile_cache_dir: str | None = setting(
         None, "where finished programs are kept (default: ~/.cache/jaxpaged; empty: nowhere)"
     )
+    batch_buckets: tuple[int, ...] = setting((), "padded rows of decode steps (default: ours)")
+    token_buckets: tuple[int, ...] = setting((), "padded tokens of mixed steps (default: ours)")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
 """Sampling parameters with vLLM's names and defaults, checked when made."""
 
+# pyright: reportUnnecessaryIsInstance=false
+
 import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from jaxpaged.errors import RequestError, UnsupportedParameter
 
@@ -59,7 +63,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[str] | None = None  # names given to LLM(logits_processors=...)
     skip_reading_prefix_cache: bool = False
-    extra_args: dict | None = field(default=None, compare=False)
+    extra_args: dict[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -88,7 +92,8 @@ class SamplingParams:
             _check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    f"min_tokens is {self.min_tokens}, over max_tokens of {self.max_tokens}: lower it",
+                    f"min_tokens is {self.min_tokens}, over max_tokens of {self.max_tokens}: "
+                    "lower it",
                     param="min_tokens",
                 )
         for name in ("logprobs", "prompt_logprobs"):
@@ -105,29 +110,37 @@ class SamplingParams:
         for name, limit in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
             strings = getattr(self, name)
             if len(strings) > limit:
-                raise RequestError(f"{name} has {len(strings)} entries, at most {limit} are allowed", param=name)
+                raise RequestError(
+                    f"{name} has {len(strings)} entries, at most {limit} are allowed", param=name
+                )
             if any(not isinstance(string, str) or not string for string in strings):
                 raise RequestError(
-                    f"{name} holds an empty entry or one that is no string: leave it out", param=name
+                    f"{name} holds an empty entry or one that is no string: leave it out",
+                    param=name,
                 )
         for token, bias in (self.logit_bias or {}).items():
             if not math.isfinite(bias) or abs(bias) > 100:
                 raise RequestError(
-                    f"logit_bias of token {token} is {bias}, allowed are -100 to 100", param="logit_bias"
+                    f"logit_bias of token {token} is {bias}, allowed are -100 to 100",
+                    param="logit_bias",
                 )
         if len(self.logit_bias or {}) > MAX_BIASES:
             raise RequestError(
-                f"logit_bias has {len(self.logit_bias or {})} entries, at most {MAX_BIASES} are allowed",
+                f"logit_bias has {len(self.logit_bias or {})} entries, allowed are {MAX_BIASES}",
                 param="logit_bias",
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty: leave it out to allow all", param="allowed_token_ids")
+            raise RequestError(
+                "allowed_token_ids is empty: leave it out to allow all", param="allowed_token_ids"
+            )
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+        return (
+            bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+        )
 
-    @property
+    @cached_property
     def needs_edits(self) -> bool:
         """The row must go through the `full` sampler (stop ids count: min_tokens bans them)."""
         return (
@@ -165,5 +178,6 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise RequestError(
-                f"{name} holds {token!r}: a token id is a whole number from 0 to {vocab - 1}", param=name
+                f"{name} holds {token!r}: a token id is a whole number from 0 to {vocab - 1}",
+                param=name,
             )

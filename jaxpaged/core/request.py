@@ -40,8 +40,9 @@ class TokenEvent:
     request_id: str
     choice: int
     token_ids: tuple[int, ...]
+    text: str  # new and final: neither a partial character nor the beginning of a stop string
     logprobs: tuple[TokenLogprobs, ...] | None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None  # once, when the prompt is done
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None  # once, with the first event
     finish_reason: str | None  # stop, length, abort, error
     stop_reason: int | str | None  # the token id or string that stopped it
     num_cached_tokens: int

@@ -166,7 +166,11 @@ def _device_side(
     bits = {name: bit for bit, name in enumerate(processors)}
     builder = BatchBuilder(pages_per_seq, page_size, max_num_seqs, model.vocab, bits)
     ladder = default_ladder(
-        "cpu" if jax.default_backend() == "cpu" else "gpu", max_num_seqs, budget
+        "cpu" if jax.default_backend() == "cpu" else "gpu",
+        max_num_seqs,
+        budget,
+        config.compile.batch_buckets,
+        config.compile.token_buckets,
     )
     is_cacheable = attention is None and not processors and config.compile.compile_cache_dir != ""
     folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
