@@ -3,13 +3,15 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxpaged.arrays import RaggedBatch
 from jaxpaged.config.architecture import LayerKind, RopeConfig
+from jaxpaged.layers.attention import paged_attention
 from jaxpaged.models.decoder import Decoder, init_device_state, input_ids
 from tests.layers.shapes import TINY
-from tests.support.decoding import one_row_batch, poisoned_state
+from tests.support.decoding import forward, one_row_batch, poisoned_state
 
 NEAR, FAR = LayerKind(3, RopeConfig(100.0)), LayerKind(None, RopeConfig(100.0))
 
@@ -94,3 +96,18 @@ def test_logits_are_capped_softly():
     capped = model.unembed(hidden)
     np.testing.assert_allclose(capped, 2 * np.tanh(model.lm_head.logits(hidden) / 2), rtol=1e-5)
     assert np.abs(capped).max() <= 2
+
+
+@pytest.mark.parametrize("decode_only", [False, True])
+def test_the_page_pool_is_changed_in_place(decode_only):
+    """No copy of the pool: it is aliased to the result, and temporaries stay far smaller."""
+    config = replace(TINY, layer_kinds=(FAR,))
+    model = Decoder(config, paged_attention, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    graphdef, weights = nnx.split(model)
+    state = init_device_state(config, 3000, 4, 2, jnp.float32)
+    batch = one_row_batch([1] if decode_only else [1, 2, 3], 0, decode_only=decode_only)
+    compiled = forward.lower(graphdef, nnx.to_pure_dict(weights), state, batch).compile()
+    pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv_pages))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 10
