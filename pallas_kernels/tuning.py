@@ -1,6 +1,5 @@
 """Tile sizes of the Mosaic GPU kernels on Hopper, and what they support."""
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,40 +14,53 @@ MAX_GROUP = 16
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 
+# Splitting a row's KV makes few or long rows several times faster, and balances the others. Off:
+# 4 of 210 random batches came out wrong with it, and the remedy has not been run on a GPU yet.
+# `python -m benchmarks.kernel_check --check 15 --kernels decode --split` must pass first.
+SPLITDECODES = False
+
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Shape of the decode kernel: `pairs` of a loading and a computing warpgroup a multiprocessor."""
+    """Shape of the decode kernel: pairs of a loading and a computing warpgroup."""
 
     block_kv: int  # tokens a tile
     k_stages: int  # tiles of K in flight, a pair
     v_stages: int
-    pairs: int
+    pairs: int  # a multiprocessor
     q_in_registers: bool  # else in shared memory
     min_tiles: int  # a pair gets no fewer, so that merging splits stays worth it
+    split: bool  # a head's tiles among several pairs, else each head to one
 
 
 @dataclass(frozen=True)
 class MixedTiles:
-    """Shape of the mixed kernel: two computing warpgroups of 64 rows share tiles of K and V."""
+    """Shape of the mixed kernel: computing warpgroups of 64 rows share tiles of K and V."""
 
-    block_kv: int
-    stages: int
+    warpgroups: int  # that compute
+    block_kv: int  # tokens a tile
+    stages: int  # tiles in flight
+    early_exponents: bool  # beside the values' multiplication, which needs the next keys early
 
 
-_DECODE = {
-    64: DecodeTiles(64, 4, 4, pairs=2, q_in_registers=True, min_tiles=4),
-    96: DecodeTiles(64, 3, 3, pairs=2, q_in_registers=True, min_tiles=4),
-    128: DecodeTiles(64, 2, 2, pairs=2, q_in_registers=True, min_tiles=4),
-    256: DecodeTiles(64, 2, 2, pairs=1, q_in_registers=False, min_tiles=4),
+DECODE = {
+    64: DecodeTiles(64, 4, 4, pairs=2, q_in_registers=True, min_tiles=4, split=SPLITDECODES),
+    96: DecodeTiles(64, 3, 3, pairs=2, q_in_registers=True, min_tiles=4, split=SPLITDECODES),
+    128: DecodeTiles(64, 2, 2, pairs=2, q_in_registers=True, min_tiles=4, split=SPLITDECODES),
+    256: DecodeTiles(64, 2, 2, pairs=1, q_in_registers=False, min_tiles=4, split=SPLITDECODES),
 }
 
 _MIXED = {
-    64: MixedTiles(128, 4),
-    96: MixedTiles(128, 2),
-    128: MixedTiles(128, 2),
-    256: MixedTiles(64, 2),
+    64: MixedTiles(2, 128, 4, early_exponents=True),
+    96: MixedTiles(2, 64, 4, early_exponents=True),
+    128: MixedTiles(2, 64, 4, early_exponents=True),
+    256: MixedTiles(1, 64, 2, early_exponents=True),
 }
+
+# Large tiles multiply faster, small ones hide the memory's latency better: for batches of few long
+# chunks, and for the others.
+_LONG_CHUNKS = {128: MixedTiles(2, 128, 2, early_exponents=False)}
+_LONG_CHUNK_TOKENS = 256  # a row, on average
 
 
 def supports(
@@ -62,19 +74,24 @@ def supports(
 ) -> bool:
     """Whether there are tiles for these shapes; other shapes run on the XLA path. Every spec is."""
     del spec
+    group = heads // kv_heads
     return (
         jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
         and head_dim in HEAD_DIMS
-        and heads // kv_heads <= MAX_GROUP
+        and group <= MAX_GROUP
+        # a copy from shared memory starts at a multiple of 128 bytes, at every token's heads
+        and (group == 1 or group * head_dim % 64 == 0)
         and page_size in PAGE_SIZES
     )
 
 
 def decode_tiles(head_dim: int) -> DecodeTiles:
-    return _DECODE[head_dim]
+    return DECODE[head_dim]
 
 
-def mixed_tiles(head_dim: int) -> MixedTiles:
+def mixed_tiles(head_dim: int, *, tokens: int, seqs: int) -> MixedTiles:
+    if tokens >= _LONG_CHUNK_TOKENS * seqs and head_dim in _LONG_CHUNKS:
+        return _LONG_CHUNKS[head_dim]
     return _MIXED[head_dim]
 
 
@@ -83,8 +100,3 @@ def hopper_available() -> bool:
     """Whether the default device is an NVIDIA GPU of compute capability 9.0."""
     device = jax.devices()[0]
     return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-
-
-def swizzle_bytes(head_dim: int) -> int:
-    """Bytes of a swizzled row of a tile of 2-byte values: the largest that divides the head."""
-    return math.gcd(head_dim * 2, 128)

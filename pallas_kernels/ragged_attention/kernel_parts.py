@@ -8,6 +8,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.spec import AttentionSpec
 
@@ -16,11 +17,30 @@ LOG2_E = math.log2(math.e)
 WARPGROUP_ROWS = 64  # wgmma's M
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a WGMMA tile
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-# rows are reduced inside a warp: no scratch between warps is needed
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512)
 
 type Softmax = tuple[jax.Array, jax.Array, jax.Array]
 """Weighted values [rows, head_dim], largest log2 weight so far [rows], sum of weights [rows]."""
+
+
+def compiler_params(*, auto_barriers: bool) -> plgpu.CompilerParams:
+    """Rows are reduced inside a warp, so no scratch between warps is needed.
+
+    Automatic barriers stop a warpgroup round each copy and store. A kernel may leave them out if
+    its own waits and commits order all that its warps share.
+    """
+    return plgpu.CompilerParams(
+        approx_math=True, reduction_scratch_bytes=128, unsafe_no_auto_barriers=not auto_barriers
+    )
+
+
+def fence_copy_engine() -> None:
+    """Order this thread's ordinary accesses with the copy engine's, in global memory too."""
+
+    def fence(_context: Any) -> None:
+        nvvm.fence_proxy(nvvm.ProxyKind.async_)
+
+    inlined: Any = plgpu.inline_mgpu()(fence)
+    inlined()
 
 
 def across_columns(x: jax.Array, columns: int) -> jax.Array:
@@ -33,7 +53,7 @@ def across_rows(x: jax.Array, rows: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
-def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
+def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
@@ -70,7 +90,7 @@ def multiply(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
         plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
 
-    return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def add_products(acc: jax.Array, *factors: tuple[jax.Array, Any]) -> jax.Array:
@@ -80,7 +100,8 @@ def add_products(acc: jax.Array, *factors: tuple[jax.Array, Any]) -> jax.Array:
         for a, b in factors:
             plgpu.wgmma(acc_ref, a, b)
 
-    return pl.run_state(products)(plgpu.ACC.init(acc))
+    summed: Any = pl.run_state(products)(plgpu.WGMMAAccumulatorRef.init(acc))
+    return summed
 
 
 def zero_rows_outside(tile_ref: Any, low: jax.Array, high: jax.Array) -> None:
@@ -104,34 +125,53 @@ def copies_of_tile(block_kv: int, page_size: int) -> tuple[int, int]:
     return block_kv // rows, rows
 
 
-def page_places(
+def pages_of_tile(
     table_row: Any,
     tile: jax.Array,
     page_range: tuple[jax.Array, jax.Array],
     *,
     block_kv: int,
     page_size: int,
-) -> list[tuple[jax.Array, jax.Array | int]]:
-    """Page and first row in it of each copy of tile number `tile`.
+) -> list[jax.Array]:
+    """The page of each copy of tile number `tile`.
 
     Copies outside `page_range` (first, last) take the nearest page inside, since the table may
     hold anything there.
     """
-    copies, rows = copies_of_tile(block_kv, page_size)
+    copies, _ = copies_of_tile(block_kv, page_size)
     first, last = page_range
     if page_size > block_kv:
         place = tile * block_kv
-        page, offset = lax.div(place, jnp.int32(page_size)), lax.rem(place, jnp.int32(page_size))
-        return [(table_row[jnp.clip(page, first, last)], pl.multiple_of(offset, block_kv))]
-    return [(table_row[jnp.clip(tile * copies + i, first, last)], 0) for i in range(copies)]
+        return [table_row[jnp.clip(lax.div(place, jnp.int32(page_size)), first, last)]]
+    return [table_row[jnp.clip(tile * copies + i, first, last)] for i in range(copies)]
 
 
-def sink_rows(sinks: jax.Array | None, kv_heads: int, group: int) -> jax.Array:
-    """Sinks as log2 logits of a warpgroup's rows, f32[kv_heads, WARPGROUP_ROWS].
+def offset_in_page(tile: jax.Array, *, block_kv: int, page_size: int) -> jax.Array | int:
+    """First row of tile number `tile` in its page, where pages are larger than tiles; else 0."""
+    if page_size <= block_kv:
+        return 0
+    return pl.multiple_of(lax.rem(tile * block_kv, jnp.int32(page_size)), block_kv)
 
-    Row r belongs to head r % group of the KV head. Zeros without sinks.
+
+def sink_rows(sinks: jax.Array | None, kv_heads: int, group: int) -> list[jax.Array]:
+    """The kernels' argument for sinks, if any: log2 logits, f32[kv_heads, WARPGROUP_ROWS].
+
+    Row r belongs to head r % group of the KV head.
     """
     if sinks is None:
-        return jnp.zeros((kv_heads, WARPGROUP_ROWS), jnp.float32)
+        return []
     of_group = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, MASKED).reshape(kv_heads, group)
-    return jnp.tile(of_group, (1, -(-WARPGROUP_ROWS // group)))[:, :WARPGROUP_ROWS]
+    return [jnp.tile(of_group, (1, -(-WARPGROUP_ROWS // group)))[:, :WARPGROUP_ROWS]]
+
+
+def fill_sinks(has_sinks: bool, refs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The rest of a kernel's arrays, from sinks on, with None where sinks would be."""
+    return refs if has_sinks else (None, *refs)
+
+
+def tiled(head_dim: int) -> tuple[Any, ...]:
+    """Transforms of a shared-memory array whose tiles the tensor cores read."""
+    width = math.gcd(head_dim * 2, 128)  # bytes of a swizzled row: the largest that divides
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, width // 2)), swizzle(width)

@@ -1,0 +1,159 @@
+"""The Mosaic GPU kernels lower for every choice of tiles and every option; plans are right.
+
+What they compute is checked on a GPU: the tests marked `gpu`, and `benchmarks.kernel_check`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.ragged_attention.decode_kernel import decode_attention
+from pallas_kernels.ragged_attention.decode_plan import plan_decode
+from pallas_kernels.ragged_attention.mixed_plan import MixedStatic, plan_mixed
+from pallas_kernels.ragged_attention.prefill_kernel import mixed_attention
+from pallas_kernels.spec import AttentionSpec
+from tests.support.cuda_compile import lower_for_cuda
+
+PLAIN = AttentionSpec(0.1)
+OPTIONS = AttentionSpec(0.1, window=100, soft_cap=30.0)
+# heads, kv_heads, head_dim, page_size, dtype, spec, has_sinks
+SHAPES = [
+    (8, 2, 128, 16, "bfloat16", PLAIN, False),
+    (7, 1, 128, 128, "bfloat16", OPTIONS, True),
+    (16, 1, 64, 32, "float16", PLAIN, True),
+    (2, 2, 96, 64, "bfloat16", OPTIONS, False),
+    (4, 1, 256, 16, "float16", PLAIN, False),
+]
+
+
+def arguments(tokens, seqs, shape):
+    heads, kv_heads, head_dim, page_size, dtype, _, has_sinks = shape
+    pool = jax.ShapeDtypeStruct((9, kv_heads, page_size, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((tokens, heads, head_dim), dtype)
+    table = jax.ShapeDtypeStruct((seqs, 8), jnp.int32)
+    kv_lens, cu_q_lens = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (seqs, seqs + 1))
+    sinks = jax.ShapeDtypeStruct((heads,), jnp.float32) if has_sinks else None
+    return q, pool, pool, table, kv_lens, cu_q_lens, sinks
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_decode_kernel_lowers_for_cuda(shape):
+    q, k, v, table, kv_lens, _, sinks = arguments(6, 6, shape)
+    op = functools.partial(decode_attention, spec=shape[5])
+    assert "mosaic_gpu" in lower_for_cuda(op, q, k, v, table, kv_lens, sinks)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_mixed_kernel_lowers_for_cuda(shape):
+    op = functools.partial(mixed_attention, spec=shape[5])
+    assert "mosaic_gpu" in lower_for_cuda(op, *arguments(40, 6, shape))
+
+
+def test_tiles_for_long_chunks_lower_for_cuda():
+    tokens, seqs = 2048, 2
+    tiles = [tuning.mixed_tiles(128, tokens=n, seqs=seqs) for n in (seqs, tokens)]
+    assert tiles[0] != tiles[1]
+    op = functools.partial(mixed_attention, spec=PLAIN)
+    assert "mosaic_gpu" in lower_for_cuda(op, *arguments(tokens, seqs, SHAPES[0]))
+
+
+def test_split_decodes_lower_for_cuda(monkeypatch):
+    split = tuning.DecodeTiles(64, 2, 2, pairs=2, q_in_registers=True, min_tiles=4, split=True)
+    monkeypatch.setitem(tuning.DECODE, 128, split)
+    q, k, v, table, kv_lens, _, sinks = arguments(6, 6, SHAPES[0])
+    op = functools.partial(decode_attention, spec=PLAIN)
+    assert "mosaic_gpu" in lower_for_cuda(op, q, k, v, table, kv_lens, sinks)
+
+
+@pytest.mark.parametrize(
+    ("changed", "supported"),
+    [
+        ({}, True),
+        ({"heads": 28, "kv_heads": 4}, True),
+        ({"dtype": "float32"}, False),
+        ({"head_dim": 80}, False),
+        ({"page_size": 8}, False),
+        ({"heads": 34, "kv_heads": 2}, False),
+        ({"head_dim": 96, "heads": 3, "kv_heads": 1}, False),
+        ({"head_dim": 96, "heads": 3, "kv_heads": 3}, True),
+    ],
+)
+def test_supported_shapes_are_those_with_tiles(changed, supported):
+    usual = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
+    assert tuning.supports(**{**usual, **changed}) is supported
+
+
+def test_no_kernel_is_chosen_without_a_hopper_gpu():
+    assert tuning.hopper_available() is (jax.devices()[0].platform == "gpu")
+
+
+@pytest.mark.parametrize("kv_lens", [[5], [0, 64, 65], [1000, 0, 3, 129, 0, 0], [0]])
+@pytest.mark.parametrize("window", [None, 70])
+def test_the_decode_plan_shares_out_every_tile_once(kv_lens, window):
+    tiles, workers, kv_heads = tuning.decode_tiles(128), 8, 3
+    spec = AttentionSpec(0.1, window=window)
+    lens = jnp.asarray(kv_lens, jnp.int32)
+    plan = np.asarray(plan_decode(lens, kv_heads=kv_heads, workers=workers, spec=spec, tiles=tiles))
+    share, total, *_ = plan
+    first, last = plan[2 : 2 + workers], plan[2 + workers : 2 + 2 * workers]
+    starts = plan[2 + 2 * workers :]
+    lows = [max(n - window, 0) // 64 if window else 0 for n in kv_lens]
+    rows = [
+        (-(-n // 64) - low) * kv_heads if n else 0 for n, low in zip(kv_lens, lows, strict=True)
+    ]
+    assert total == sum(rows)
+    assert share * workers >= total
+    assert starts.tolist() == [sum(rows[:i]) for i in range(len(rows))]
+    for worker in range(workers):
+        begin, end = worker * share, min((worker + 1) * share, total)
+        mine = [
+            row
+            for row, (start, n) in enumerate(zip(starts, rows, strict=True))
+            if max(begin, start) < min(end, start + n)
+        ]
+        if mine:
+            assert (first[worker], last[worker]) == (mine[0], mine[-1])
+        else:
+            assert last[worker] < first[worker]
+
+
+def test_the_mixed_plan_orders_every_run_of_tokens_by_cost():
+    q_lens, kv_lens = [40, 1, 0, 70, 1], [300, 1500, 0, 70, 9]
+    static = MixedStatic(
+        tokens=128,
+        seqs=5,
+        kv_heads=2,
+        group=4,
+        head_dim=128,
+        page_size=16,
+        dtype=jnp.bfloat16,
+        has_sinks=False,
+        spec=PLAIN,
+        tiles=tuning.mixed_tiles(128, tokens=128, seqs=5),
+    )
+    cu_q_lens = jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32)
+    plan = np.asarray(plan_mixed(jnp.asarray(kv_lens, jnp.int32), cu_q_lens, static))
+    runs = plan[0]
+    rows, firsts = plan[1 : 1 + runs], plan[1 + static.max_runs :][:runs]
+    width = static.item_tokens
+    expected = {(row, first) for row, n in enumerate(q_lens) for first in range(0, n, width)}
+    assert set(zip(rows.tolist(), firsts.tolist(), strict=True)) == expected
+    ends = [
+        min(kv_lens[row] - q_lens[row] + first + width, kv_lens[row])
+        for row, first in zip(rows, firsts, strict=True)
+    ]
+    costs = [-(-end // static.tiles.block_kv) for end in ends]
+    assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["decode", "mixed"])
+def test_kernels_agree_with_dense_attention_on_poisoned_pages(kernel):
+    from benchmarks import kernel_check
+
+    results = kernel_check.check(kernel, 15, kernel_check.SHAPES)
+    assert [row for row in results if not row["passed"]] == []
