@@ -4,9 +4,12 @@ Written by the engine's thread, read by whoever scrapes; prometheus-client locks
 engine has a registry of its own. Lengths are in tokens, times in seconds.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 
 TIMES = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 LONG_TIMES = (*TIMES, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
@@ -77,7 +80,8 @@ class EngineMetrics:
         )
         self._step_tokens = self._histogram("iteration_tokens_total", "tokens a step", STEP_TOKENS)
         self._first = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_TIMES)
-        self._between = self._histogram("inter_token_latency_seconds", "", TOKEN_TIMES)
+        self._between = BulkHistogram("vllm:inter_token_latency_seconds", self._labels, TOKEN_TIMES)
+        self.registry.register(self._between)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "mean of a request", TOKEN_TIMES
         )
@@ -114,8 +118,9 @@ class EngineMetrics:
         self._queries.inc(load.prefix_queries - before.prefix_queries)
         self._hits.inc(load.prefix_hits - before.prefix_hits)
 
-    def token_gap(self, seconds: float) -> None:
-        self._between.observe(seconds)
+    def token_gaps(self, seconds: float, count: int) -> None:
+        """Count `count` tokens that came `seconds` after the one before them."""
+        self._between.observe(seconds, count)
 
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
@@ -155,6 +160,28 @@ class EngineMetrics:
         names = list(self._labels)
         whole = Histogram(f"vllm:{name}", help, names, buckets=buckets, registry=self.registry)
         return whole.labels(**self._labels)
+
+
+class BulkHistogram:
+    """A histogram that takes many equal observations at once. Written by one thread."""
+
+    def __init__(self, name: str, labels: dict[str, str], bounds: tuple[float, ...]):
+        self._name, self._labels, self._bounds = name, labels, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """What prometheus-client asks of a collector."""
+        total, buckets = 0, list[tuple[str, float]]()
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family = HistogramMetricFamily(self._name, "", labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        yield family
 
 
 def _one_two_five(limit: int) -> tuple[float, ...]:

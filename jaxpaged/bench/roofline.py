@@ -8,7 +8,7 @@ from jaxpaged.core.plan import StepPlan
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device reaches at best: bytes/s of a long sum over memory, FLOP/s of a large product."""
+    """What a device reaches at best: a long sum over memory, a large matrix product."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -6,7 +6,7 @@ import difflib
 import json
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
 from jaxpaged.config.settings import GROUPS, EngineConfig
 from jaxpaged.errors import ConfigError
@@ -80,8 +80,11 @@ def config_from_keywords(**keywords: Any) -> EngineConfig:
             raise ConfigError(f"there is no setting {keyword!r}{hint}")
         if name == "served_model_name" and isinstance(value, str):
             value = (value,)
-        groups[owners[name]][name] = tuple(value) if isinstance(value, list) else value
-    return EngineConfig(**{group: GROUPS[group](**given) for group, given in groups.items()})
+        if isinstance(value, list):
+            value = tuple(cast("list[Any]", value))
+        groups[owners[name]][name] = value
+    made: dict[str, Any] = {group: GROUPS[group](**given) for group, given in groups.items()}
+    return EngineConfig(**made)
 
 
 def whole_number(text: str) -> int:
@@ -120,10 +123,10 @@ def _several(element: Callable[[str], Any]) -> Callable[[str], Sequence[Any]]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    value: Any = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
-    return value
+    return cast("dict[str, Any]", value)
 
 
 _json_object.__name__ = "JSON object"

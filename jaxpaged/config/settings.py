@@ -18,7 +18,7 @@ def setting(default: Any, help: str, *, flag: str = "", aliases: tuple[str, ...]
     """A field with what its flag needs: help text, another flag name, older names."""
     metadata = {"help": help, "flag": flag, "aliases": aliases}
     if default == {}:
-        return field(default_factory=dict, metadata=metadata)
+        return field(default_factory=dict[str, Any], metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -114,8 +114,8 @@ class SchedulerSettings:
         _check("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 2**24)
         if not self.enable_chunked_prefill:
             raise ConfigError(
-                "enable_chunked_prefill cannot be off: a prompt over --max-num-batched-tokens takes "
-                "several steps; raise that number for whole prompts"
+                "enable_chunked_prefill cannot be off: a prompt over --max-num-batched-tokens "
+                "takes several steps; raise that number for whole prompts"
             )
 
 

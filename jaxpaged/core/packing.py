@@ -17,7 +17,7 @@ from jaxpaged.core.params import MAX_BIASES
 ALIGNMENT = 64  # words: a field may go to a GPU kernel as it lies, on a border of 256 bytes
 
 type PackedType = Literal["int32", "float32", "uint32", "bool"]
-type _Shapes = list[tuple[str, tuple[int, ...], PackedType]]
+type _Shape = tuple[str, tuple[int, ...], PackedType]
 
 
 @dataclass(frozen=True)
@@ -64,48 +64,51 @@ class PackedLayout:
             views[f.name] = words if f.dtype == "bool" else words.view(f.dtype)
         return views
 
-    def _shapes(self) -> _Shapes:
+    def _shapes(self) -> list[_Shape]:
         tokens, seqs = self.bucket.num_tokens, self.bucket.num_seqs
-        shapes: _Shapes = [
-            ("token_ids", (tokens,), "int32"),
-            ("positions", (tokens,), "int32"),
-            ("slot_mapping", (tokens,), "int32"),
-            ("from_last", (tokens,), "bool"),
-            ("page_table", (seqs, self.pages_per_seq), "int32"),
-            ("kv_lens", (seqs,), "int32"),
-            ("cu_q_lens", (seqs + 1,), "int32"),
-            ("seq_slots", (seqs,), "int32"),
-            ("logit_rows", (self.bucket.num_logits,), "int32"),
-            ("sample_rows", (seqs,), "int32"),  # which row of logits each sequence samples from
+        shapes: list[_Shape] = [
+            _shape("token_ids", "int32", tokens),
+            _shape("positions", "int32", tokens),
+            _shape("slot_mapping", "int32", tokens),
+            _shape("from_last", "bool", tokens),
+            _shape("page_table", "int32", seqs, self.pages_per_seq),
+            _shape("kv_lens", "int32", seqs),
+            _shape("cu_q_lens", "int32", seqs + 1),
+            _shape("seq_slots", "int32", seqs),
+            _shape("logit_rows", "int32", self.bucket.num_logits),
+            _shape("sample_rows", "int32", seqs),  # which row of logits each sequence samples from
         ]
         if self.bucket.sampler == "greedy":
             return shapes
         shapes += [
-            ("temperature", (seqs,), "float32"),
-            ("top_k", (seqs,), "int32"),
-            ("top_p", (seqs,), "float32"),
-            ("min_p", (seqs,), "float32"),
-            ("seed", (seqs, 2), "uint32"),
-            ("choice", (seqs,), "int32"),
-            ("position", (seqs,), "int32"),
+            _shape("temperature", "float32", seqs),
+            _shape("top_k", "int32", seqs),
+            _shape("top_p", "float32", seqs),
+            _shape("min_p", "float32", seqs),
+            _shape("seed", "uint32", seqs, 2),
+            _shape("choice", "int32", seqs),
+            _shape("position", "int32", seqs),
         ]
         if self.bucket.sampler == "sampled":
             return shapes
         shapes += [
-            ("presence_penalty", (seqs,), "float32"),
-            ("frequency_penalty", (seqs,), "float32"),
-            ("repetition_penalty", (seqs,), "float32"),
-            ("counts_row", (seqs,), "bool"),
-            ("bias_ids", (seqs, MAX_BIASES), "int32"),
-            ("bias_values", (seqs, MAX_BIASES), "float32"),
-            ("mask", (seqs, -(-self.vocab // 32)), "uint32"),
-            ("processors", (seqs,), "int32"),
+            _shape("presence_penalty", "float32", seqs),
+            _shape("frequency_penalty", "float32", seqs),
+            _shape("repetition_penalty", "float32", seqs),
+            _shape("counts_row", "bool", seqs),
+            _shape("bias_ids", "int32", seqs, MAX_BIASES),
+            _shape("bias_values", "float32", seqs, MAX_BIASES),
+            _shape("mask", "uint32", seqs, -(-self.vocab // 32)),
+            _shape("processors", "int32", seqs),
         ]
         if self.bucket.sampler == "scored":
-            shapes.append(
-                ("targets", (tokens,), "int32")
-            )  # the next token of the prompt; -1 means sampled
+            # the next token of the prompt, or -1 for the one sampled
+            shapes.append(_shape("targets", "int32", tokens))
         return shapes
+
+
+def _shape(name: str, dtype: PackedType, *shape: int) -> _Shape:
+    return name, shape, dtype
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a client asked, and what the engine tells about it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpaged.core.params import SamplingParams
 
@@ -33,9 +34,8 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class TokenEvent:
-    """What one step added to one sequence of a request."""
+class TokenEvent(NamedTuple):
+    """What one step added to one sequence of a request. A tuple: one is made for every token."""
 
     request_id: str
     choice: int

@@ -58,7 +58,7 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of all waiting sequences; costs a walk over them."""
-        return sum(len(seq.token_ids) for seq in self._waiting.values())
+        return sum([len(seq.token_ids) for seq in list(self._waiting.values())])
 
     @property
     def has_work(self) -> bool:

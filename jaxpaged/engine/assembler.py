@@ -24,23 +24,17 @@ class Assembler:
         self._prompt_logprobs: list[PlaceLogprobs | None] | None = None
         self._answers = [self._empty(choice) for choice in range(request.params.n)]
         self._num_cached_tokens = 0
+        self._num_open = request.params.n
         self._metrics = RequestMetrics(request.arrival_time)
         self._error: str | None = None
 
     @property
     def is_finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self._answers)
+        return not self._num_open
 
     def add(self, event: TokenEvent) -> CompletionOutput:
         """Take an event in; returns the part that it adds."""
-        now = time.monotonic()
-        if event.token_ids and self._metrics.first_token_time is None:
-            self._metrics.first_token_time = now
-        self._metrics.last_token_time = now
-        self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
-        self._error = event.error or self._error
-        if event.prompt_logprobs is not None:
-            self._prompt_logprobs = [p and self._place(p) for p in event.prompt_logprobs]
+        self._note(event)
         logprobs = None if event.logprobs is None else [self._place(p) for p in event.logprobs]
         part = CompletionOutput(
             event.choice,
@@ -51,8 +45,34 @@ class Assembler:
             event.finish_reason,
             event.stop_reason,
         )
-        self._answers[event.choice] = join(self._answers[event.choice], part)
+        join(self._answers[event.choice], part)
         return part
+
+    def take(self, event: TokenEvent) -> None:
+        """Take an event in where only the whole will be asked for: cheaper than `add`."""
+        if event.logprobs is not None:
+            self.add(event)
+            return
+        self._note(event)
+        answer = self._answers[event.choice]
+        answer.text += event.text
+        answer.token_ids += event.token_ids
+        answer.cumulative_logprob = event.cumulative_logprob
+        answer.finish_reason, answer.stop_reason = event.finish_reason, event.stop_reason
+
+    def _note(self, event: TokenEvent) -> None:
+        now, metrics = time.monotonic(), self._metrics
+        if event.token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
+        if event.finish_reason is not None:
+            self._num_open -= 1
+        if event.num_cached_tokens > self._num_cached_tokens:
+            self._num_cached_tokens = event.num_cached_tokens
+        if event.error:
+            self._error = event.error
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = [p and self._place(p) for p in event.prompt_logprobs]
 
     def whole(self) -> RequestOutput:
         """Everything so far."""

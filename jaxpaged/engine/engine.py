@@ -5,7 +5,7 @@ are read when the one after it has been started.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,6 +131,7 @@ class Engine:
         sampled = [token_ids[i] if row.samples else None for i, row in enumerate(rows)]
         self.scheduler.commit(step.plan, sampled)
         offsets = _token_offsets(rows)
+        gaps: Counter[float | None] = Counter()
         for i, row, num_before in live:
             stream = self._streams.get(row.seq.seq_id)
             if stream is None:
@@ -138,10 +139,15 @@ class Engine:
             stream.take_scores(row, offsets[i], result)
             event = self._event(stream, i, row, num_before, offsets[i], result)
             if event is not None:
-                self._time_tokens(stream, len(event.token_ids), now)
+                if event.token_ids:
+                    gaps[self._gap(stream, now)] += 1
                 events.append(event)
                 if row.seq.state is SeqState.FINISHED:
                     self._forget(stream)
+        gaps.pop(None, None)
+        for seconds, count in gaps.items():
+            assert seconds is not None
+            self.metrics.token_gaps(seconds, count)
         self.last_step_time = now
         self.metrics.step_ended(sum(len(event.token_ids) for event in events), self._load())
         return events
@@ -192,15 +198,14 @@ class Engine:
         if streams and all(other.seq.state is SeqState.FINISHED for other in streams):
             del self._requests[stream.seq.request.request_id]
 
-    def _time_tokens(self, stream: Stream, num_new: int, now: float) -> None:
-        if not num_new:
-            return
-        if stream.last_token_time is None:
+    def _gap(self, stream: Stream, now: float) -> float | None:
+        """Seconds since the sequence's last token, or None for its first, which is told."""
+        before, stream.last_token_time = stream.last_token_time, now
+        if before is None:
             stream.seq.first_token_time = now
             self.metrics.first_token(now - stream.seq.request.arrival_time)
-        else:
-            self.metrics.token_gap(now - stream.last_token_time)
-        stream.last_token_time = now
+            return None
+        return now - before
 
     def _load(self) -> EngineLoad:
         scheduler = self.scheduler

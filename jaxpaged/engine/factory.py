@@ -1,6 +1,7 @@
 """Puts an engine together from its configuration, and says how long each part took."""
 
 import dataclasses
+import gc
 import json
 import logging
 import time
@@ -19,11 +20,11 @@ from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder, default_ladder
+from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.packing import PackedLayout
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
-from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, machine_identity
@@ -122,6 +123,9 @@ def build_engine(
     inputs = InputProcessor(
         tokenizer, model.vocab, model.max_len, config.model.seed, tuple(logits_processors or ())
     )
+    # what lives as long as the engine is not looked through at every collection
+    gc.collect()
+    gc.freeze()
     log.info("ready: %s", ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()))
     defaults = default_sampling_params(loaded.path, config)
     return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases)

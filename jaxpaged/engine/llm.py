@@ -177,7 +177,7 @@ class LLM:
                         )
                 for event in engine.step():
                     assembler = open_requests[event.request_id]
-                    assembler.add(event)
+                    assembler.take(event)
                     if assembler.is_finished:
                         del open_requests[event.request_id]
                         yield assembler.whole()

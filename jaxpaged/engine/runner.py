@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -40,6 +40,11 @@ class StepResult:
     ranks: np.ndarray  # i32[logits]
     top_ids: np.ndarray  # i32[logits, 20]
     top_logprobs: np.ndarray  # f32[logits, 20]
+
+    @cached_property
+    def logprob_list(self) -> list[float]:
+        """`logprobs` as Python numbers, made once: an element of an array costs more."""
+        return self.logprobs.tolist()
 
 
 @dataclass(frozen=True)

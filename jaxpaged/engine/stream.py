@@ -50,7 +50,7 @@ class Stream:
         self, i: int, row: PlannedRow, offset: int, result: StepResult, token_id: int
     ) -> tuple[TokenLogprobs, ...] | None:
         """The logprobs of the token that row `i` sampled, if the request wants any."""
-        self.cumulative_logprob += float(result.logprobs[i])
+        self.cumulative_logprob += result.logprob_list[i]
         wanted = self.seq.request.params.logprobs
         if wanted is None:
             return None
@@ -81,17 +81,17 @@ class Stream:
         if self.prompt_logprobs is not None and not self.told_prompt_logprobs:
             prompt_logprobs, self.told_prompt_logprobs = tuple(self.prompt_logprobs), True
         return TokenEvent(
-            request_id=seq.request.request_id,
-            choice=seq.choice,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            num_cached_tokens=seq.num_cached_tokens,
-            cumulative_logprob=self.cumulative_logprob,
-            error=error,
+            seq.request.request_id,
+            seq.choice,
+            token_ids,
+            text,
+            logprobs,
+            prompt_logprobs,
+            seq.finish_reason,
+            seq.stop_reason,
+            seq.num_cached_tokens,
+            self.cumulative_logprob,
+            error,
         )
 
     def life(self) -> FinishedSequence:

@@ -83,14 +83,13 @@ async def test_one_request_that_fails_harms_no_other(server):
     real_step = server.engine.step
 
     def failing_step():
-        from dataclasses import replace
 
         events = real_step()
         bad = {a.request.request_id for a in server.engine._answers if a.token_ids[0] == 42}
         for request_id in bad:
             server.engine.abort(request_id)
         return [
-            replace(e, finish_reason="error", error="not finite", token_ids=(), text="")
+            e._replace(finish_reason="error", error="not finite", token_ids=(), text="")
             if e.request_id in bad
             else e
             for e in events

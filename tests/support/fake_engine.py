@@ -171,11 +171,7 @@ class FakeEngine:
 
 
 def _with_stop(event: TokenEvent, stopped_by: int | str) -> TokenEvent:
-    return TokenEvent(**{**_fields(event), "stop_reason": stopped_by})
-
-
-def _fields(event: TokenEvent) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__dataclass_fields__}
+    return event._replace(stop_reason=stopped_by)
 
 
 def fake_llm(

@@ -1,0 +1,107 @@
+"""What a step costs the host: the whole loop of the engine over a device that takes no time.
+
+    python -m benchmarks.host_loop [--rows 256] [--steps 200] [--profile]
+
+Plans, builds, commits and tells steps of `rows` decodes; only the device's part is left out. What is
+printed must stay under a step's time on the GPU, or the GPU waits.
+"""
+
+import argparse
+import cProfile
+import pstats
+import time
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxpaged.core.batch_builder import BatchBuilder
+from jaxpaged.core.buckets import default_ladder
+from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.packing import HostBatch
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.inputs import InputProcessor
+from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.runner import PendingStep, StepResult
+from jaxpaged.metrics import EngineMetrics
+from jaxpaged.text.tokenizer import ids_only_tokenizer
+
+VOCAB, MAX_LEN, PAGE_SIZE = 128_256, 4096, 16
+
+
+class InstantDevice:
+    """Answers every step at once with the same token."""
+
+    num_compilations = 0
+
+    def dispatch(self, batch: HostBatch) -> PendingStep:
+        return PendingStep(batch.bucket, batch.packed)
+
+    def read(self, pending: PendingStep) -> StepResult:
+        rows = pending.bucket.num_seqs
+        none = np.empty((0, 20), np.float32)
+        return StepResult(
+            np.full(rows, 7, np.int32),
+            np.full(rows, -1.0, np.float32),
+            np.ones(rows, bool),
+            none[:, 0],
+            none[:, 0].astype(np.int32),
+            none.astype(np.int32),
+            none,
+        )
+
+
+def make_llm(rows: int) -> LLM:
+    pool = PagePool(1 + rows * MAX_LEN // PAGE_SIZE, PAGE_SIZE)
+    limits = SchedulerLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=8192,
+        max_model_len=MAX_LEN,
+        enable_prefix_caching=True,
+        long_prefill_token_threshold=0,
+        reserve_full_prompt=True,
+    )
+    tokenizer = ids_only_tokenizer()
+    engine = Engine(
+        InstantDevice(),
+        Scheduler(limits, pool, PrefixCache(pool)),
+        BatchBuilder(MAX_LEN // PAGE_SIZE, PAGE_SIZE, rows, VOCAB, {}),
+        default_ladder("gpu", rows, 8192),
+        tokenizer,
+        EngineMetrics("host", MAX_LEN),
+        max_in_flight=2,
+    )
+    inputs = InputProcessor(tokenizer, VOCAB, MAX_LEN, 0, ())
+    return LLM.from_parts(SimpleNamespace(engine=engine, inputs=inputs, tokenizer=tokenizer))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    llm = make_llm(args.rows)
+    params = SamplingParams(temperature=0, max_tokens=args.steps, ignore_eos=True, detokenize=False)
+    prompts = np.random.RandomState(0).randint(0, VOCAB, (args.rows, 128)).tolist()
+    jobs = [(None, llm.parts.inputs.request(prompt, params)) for prompt in prompts]
+    profile = cProfile.Profile()
+    wall, cpu = time.monotonic(), time.thread_time()
+    if args.profile:
+        profile.enable()
+    for _ in llm.run(jobs, max_inflight=len(jobs)):
+        pass
+    profile.disable()
+    cpu, wall = time.thread_time() - cpu, time.monotonic() - wall
+    print(
+        f"{args.rows} rows: {1e3 * cpu / args.steps:.2f} ms of CPU a step, {1e3 * wall / args.steps:.2f} ms of wall"
+    )
+    if args.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
