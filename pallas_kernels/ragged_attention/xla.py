@@ -23,13 +23,12 @@ class _Blocks(NamedTuple):
     """Sizes of what one turn of a loop works on."""
 
     rows: int  # single queries that walk their KV together
-    single_kv: int  # their KV tokens a turn
-    q: int  # queries of a longer row
-    kv: int  # their KV tokens a turn
+    q: int  # neighbouring queries of a longer row
+    kv: int  # KV tokens
 
 
-_CPU_BLOCKS = _Blocks(rows=8, single_kv=128, q=32, kv=256)
-_GPU_BLOCKS = _Blocks(rows=256, single_kv=512, q=256, kv=512)
+_CPU_BLOCKS = _Blocks(rows=4, q=32, kv=128)  # measured: docs/decisions/0002-xla-attention.md
+_GPU_BLOCKS = _Blocks(rows=64, q=128, kv=256)  # 33 MB of gathered K at 8 KV heads of 128, bf16
 
 
 class _Softmax(NamedTuple):
@@ -78,6 +77,10 @@ def _blocks() -> _Blocks:
     return _CPU_BLOCKS if jax.default_backend() == "cpu" else _GPU_BLOCKS
 
 
+def _pages_per_block(pages: _Pages) -> int:
+    return max(1, min(_blocks().kv // pages.k.shape[2], pages.table.shape[1]))
+
+
 def _attend_singles(
     q: Float[Array, "seqs heads head_dim"],
     pages: _Pages,
@@ -89,7 +92,7 @@ def _attend_singles(
     seqs, heads, head_dim = q.shape
     kv_heads, page_size = pages.k.shape[1:3]
     rows = min(_blocks().rows, seqs)
-    pages_per_block = max(1, min(_blocks().single_kv // page_size, pages.table.shape[1]))
+    pages_per_block = _pages_per_block(pages)
     block_kv = pages_per_block * page_size
 
     # long rows first, so that the rows of a group are of like length and padding costs nothing
@@ -137,7 +140,7 @@ def _attend_runs(
     kv_heads, page_size = pages.k.shape[1:3]
     group = heads // kv_heads
     block_q = min(_blocks().q, tokens)
-    pages_per_block = max(1, min(_blocks().kv // page_size, pages.table.shape[1]))
+    pages_per_block = _pages_per_block(pages)
     block_kv = pages_per_block * page_size
 
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
@@ -194,12 +197,14 @@ def _load(
     """`count` pages of each row's KV, from its page `first` on."""
     # past the table's end any page will do: its places are masked
     columns = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), table.shape[1] - 1)
-    ids = table[:, columns]
-    rows, (kv_heads, page_size, head_dim) = table.shape[0], pages.k.shape[1:]
+    num_pages, kv_heads, page_size, head_dim = pages.k.shape
+    page_ids = jnp.clip(table[:, None, columns], 0, num_pages - 1)
+    # head by head, which spares the transpose that gathering whole pages would need
+    ids = page_ids * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
 
     def gather(pool):
-        tile = pool.at[ids].get(mode="clip").swapaxes(1, 2)
-        return tile.reshape(rows, kv_heads, count * page_size, head_dim)
+        tile = pool.reshape(-1, page_size, head_dim).at[ids].get(mode="promise_in_bounds")
+        return tile.reshape(table.shape[0], kv_heads, count * page_size, head_dim)
 
     return gather(pages.k), gather(pages.v)
 

@@ -14,19 +14,36 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels import checks
 
 _OP = "filter_logits"
-# thresholds tried in one pass: evenly spaced in value, and in the order of all floats, which
-# bounds the number of passes whatever the logits
-_CPU_TRIES, _GPU_TRIES = (3, 1), (10, 5)
+_BLOCK = 128  # neighbouring logits that are kept or set aside together
+_NUM_BLOCKS = 64  # of each row are looked through first
+
+
+class _Tries(NamedTuple):
+    """How many thresholds one pass tries between a row's `low` and `high`."""
+
+    even: int  # evenly spaced in value
+    in_order: int  # evenly spaced in the order of all floats: this bounds the passes
+
+
+_CPU_TRIES = _Tries(even=3, in_order=1)
+_GPU_TRIES = _Tries(even=14, in_order=1)
+_GPU_TRIES_IN_CACHE = _Tries(even=30, in_order=1)
 
 
 class _Search(NamedTuple):
-    """Where a row's threshold is known to lie, as keys of floats: `low` keeps enough, `high` does not."""
+    """Between which keys of floats, both included, each row's threshold lies.
 
-    low: Int32[Array, " rows"]
-    high: Int32[Array, " rows"]
-    wanted: Float[Array, " rows"]  # tokens to keep, or their mass
-    by_mass: Bool[Array, " rows"]  # counts tokens first if False, then their mass
-    is_fresh: Bool[Array, " rows"]  # `wanted` is still the share of a mass not yet summed
+    `amount` is a number of tokens while these are counted, and then a mass.
+    """
+
+    low: Int32[Array, " rows"]  # keeps enough
+    high: Int32[Array, " rows"]  # what lies over it keeps too little
+    low_amount: Float[Array, " rows"]  # kept by `low`
+    over_amount: Float[Array, " rows"]  # kept by what lies over `high`
+    wanted: Float[Array, " rows"]
+    rest: Float[Array, " rows"]  # mass that belongs to the row and is not looked through
+    by_mass: Bool[Array, " rows"]
+    is_fresh: Bool[Array, " rows"]  # the mass of which top_p is a share is not yet summed
     is_done: Bool[Array, " rows"]
 
 
@@ -55,8 +72,10 @@ def filter_logits(
     Raises:
         KernelArgumentError: shapes that do not fit together, or another type; while tracing.
 
-    Exact but for the rounding of float32 sums of probabilities. If no row filters, this costs
-    nothing; else two passes over the logits to begin with and some 5 to 8 more.
+    Exact but for the rounding of float32 sums of probabilities. If no row filters, the last pass
+    over the logits is the only one. If some do, three or four more; and 6 to 8 more (11 to 15 on a
+    CPU) if a row keeps tokens of more than 64 blocks of 128 neighbours, as top-p does when the
+    logits are flat.
     """
     checks.check_shapes(
         _OP,
@@ -88,78 +107,161 @@ def _find_thresholds(
     min_p: Float[Array, " rows"],
 ) -> Float[Array, " rows"]:
     """The least logit that each row keeps."""
-    best = jnp.max(logits, axis=1)
-    survives = (_mass(logits, best) >= min_p[:, None]) & (logits > -jnp.inf)
-    lowest = jnp.min(jnp.where(survives, logits, jnp.inf), axis=1)
-    num_left = jnp.sum(survives, axis=1, dtype=jnp.int32)
-    counts = (top_k > 0) & (top_k < num_left)
-    begin = _Search(
-        low=_key(lowest),
-        high=_key(best) + 1,
+    rows, vocab = logits.shape
+    padding = ((0, 0), (0, -vocab % _BLOCK))
+    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(rows, -1, _BLOCK)
+    best_of_block, least_of_block = jnp.max(blocks, axis=2), _least(blocks)
+    best, least = jnp.max(best_of_block, axis=1), jnp.min(least_of_block, axis=1)
+    low = lax.cond(jnp.any(min_p > 0), _apply_min_p, lambda *_: least, logits, best, min_p)
+    counts = (top_k > 0) & (top_k < vocab)
+    nothing = jnp.zeros_like(best)
+    search = _Search(
+        low=_key(low),
+        high=_key(best),
+        low_amount=nothing,
+        over_amount=nothing,
         wanted=top_k.astype(jnp.float32),
+        rest=nothing,
         by_mass=~counts,
         is_fresh=~counts,
-        is_done=(num_left == 0) | (~counts & (top_p >= 1)),
+        is_done=(~counts & (top_p >= 1)) | (low >= best),
     )
-    search = lax.while_loop(
-        lambda search: ~jnp.all(search.is_done),
-        lambda search: _narrow(search, logits, best, top_p),
-        begin,
+    if blocks.shape[1] > _NUM_BLOCKS:
+        whole = jnp.sum(jnp.where(logits >= low[:, None], _mass(logits, best), 0), axis=1)
+        search = _search_best_blocks(search, blocks, best_of_block, whole, top_p)
+    if jax.default_backend() != "cpu":
+        return _value(_search(search, logits, best, top_p, _GPU_TRIES, keep_mass=False))
+    # row by row, so that a pass stays in the cache, and rows that are done cost none
+    row_by_row = lax.map(
+        lambda row: _search(*row, _CPU_TRIES, keep_mass=True),
+        jax.tree.map(lambda x: x[:, None], (search, logits, best, top_p)),
     )
-    return jnp.where(num_left == 0, -jnp.inf, _value(search.low))
+    return _value(row_by_row[:, 0])
+
+
+def _apply_min_p(
+    logits: Float[Array, "rows vocab"], best: Float[Array, " rows"], min_p: Float[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """The least finite logit that is probable enough."""
+    stays = _mass(logits, best) >= min_p[:, None]
+    return _least(jnp.where(stays, logits, -jnp.inf))
+
+
+def _search_best_blocks(
+    search: _Search,
+    blocks: Float[Array, "rows blocks places"],
+    best_of_block: Float[Array, "rows blocks"],
+    whole: Float[Array, " rows"],
+    top_p: Float[Array, " rows"],
+) -> _Search:
+    """Settle the rows for which the blocks with the best first token hold all that is kept."""
+    tops, ids = lax.top_k(best_of_block, _NUM_BLOCKS + 1)
+    chosen = jnp.take_along_axis(blocks, ids[:, :_NUM_BLOCKS, None], axis=1)
+    chosen = chosen.reshape(blocks.shape[0], -1)
+    best, left_out, low = tops[:, 0], tops[:, _NUM_BLOCKS], _value(search.low)
+    # all logits over the best of the blocks left out are among the chosen, so these stand for all
+    stands = (chosen > left_out[:, None]) & (chosen >= low[:, None])
+    chosen = jnp.where(stands, chosen, -jnp.inf)
+    count = jnp.sum(stands, axis=1, dtype=jnp.float32)
+    mass = jnp.sum(jnp.where(stands, _mass(chosen, best), 0), axis=1)
+    does = jnp.where(search.by_mass, mass >= top_p * whole, count >= search.wanted)
+    does = search.is_done | does | (left_out < low)
+
+    here = search._replace(
+        low=jnp.where(search.is_done, search.low, _key(_least(chosen))),
+        rest=jnp.where(search.by_mass, jnp.maximum(whole - mass, 0), 0),
+        is_done=search.is_done | ~does,
+    )
+    tries = _CPU_TRIES if jax.default_backend() == "cpu" else _GPU_TRIES_IN_CACHE
+    found = _search(here, chosen, best, top_p, tries, keep_mass=True)
+    return search._replace(low=jnp.where(does, found, search.low), is_done=does)
+
+
+def _least(logits: Float[Array, "... places"]) -> Float[Array, "..."]:
+    return jnp.min(jnp.where(logits > -jnp.inf, logits, jnp.inf), axis=-1)
+
+
+def _search(
+    search: _Search,
+    logits: Float[Array, "rows places"],
+    best: Float[Array, " rows"],
+    top_p: Float[Array, " rows"],
+    tries: _Tries,
+    *,
+    keep_mass: bool,
+) -> Int32[Array, " rows"]:
+    """The key of the highest threshold that keeps enough.
+
+    With `keep_mass` the mass of each token is computed once, which costs memory, and not each pass.
+    """
+    kept_mass = _mass(logits, best) if keep_mass else None
+
+    def narrow(search: _Search) -> _Search:
+        mass = _mass(logits, best) if kept_mass is None else kept_mass
+        narrower = _narrow(search, logits, mass, top_p, tries)
+        one_is_left = ~search.by_mass & (narrower.low_amount - narrower.over_amount <= 1)
+        is_settled = (narrower.low >= narrower.high) | one_is_left
+        goes_on = is_settled & ~search.by_mass & (top_p < 1)  # from counting to summing
+        return narrower._replace(
+            low=jnp.where(search.is_done, search.low, narrower.low),
+            high=jnp.where(goes_on, _key(best), narrower.high),
+            over_amount=jnp.where(goes_on, 0, narrower.over_amount),
+            by_mass=search.by_mass | goes_on,
+            is_fresh=goes_on,
+            is_done=search.is_done | (is_settled & ~goes_on),
+        )
+
+    return lax.while_loop(lambda search: ~jnp.all(search.is_done), narrow, search).low
 
 
 def _narrow(
     search: _Search,
-    logits: Float[Array, "rows vocab"],
-    best: Float[Array, " rows"],
+    logits: Float[Array, "rows places"],
+    mass: Float[Array, "rows places"],
     top_p: Float[Array, " rows"],
+    tries: _Tries,
 ) -> _Search:
-    """Try some thresholds between `low` and `high` in one pass over the logits."""
+    """Try some thresholds between `low` and `high` in one pass."""
     low, high = _value(search.low), _value(search.high)
-    weights = jnp.where(search.by_mass[:, None], _mass(logits, best), 1)
+    weights = jnp.where(search.by_mass[:, None], mass, 1)
 
     def kept(threshold):
         return jnp.sum(jnp.where(logits >= threshold[:, None], weights, 0), axis=1)
 
-    tries = _tries(search)
-    kept_by_try = [kept(_value(key)) for key in tries]
-    kept_by_low = kept(low)
+    keys = _choose_tries(search, tries)
+    amounts = [kept(_value(key)) for key in keys]
+    low_amount = kept(low)
+    wanted = jnp.where(search.is_fresh, top_p * (low_amount + search.rest), search.wanted)
+
+    # no logit lies between these and the old ends, so they keep the same
     lowest = jnp.min(jnp.where(logits >= low[:, None], logits, jnp.inf), axis=1)
-    highest = jnp.max(jnp.where(logits < high[:, None], logits, -jnp.inf), axis=1)
-
-    wanted = jnp.where(search.is_fresh, top_p * kept_by_low, search.wanted)
-    # no logit lies between these and the old ends, so the sets that they keep are the same
-    new_low, new_high = (
-        jnp.maximum(search.low, _key(lowest)),
-        jnp.minimum(search.high, _key(highest) + 1),
-    )
-    for key, amount in zip(tries, kept_by_try, strict=True):
+    highest = jnp.max(jnp.where(logits <= high[:, None], logits, -jnp.inf), axis=1)
+    low_key = jnp.maximum(search.low, _key(lowest))
+    high_key = jnp.minimum(search.high, _key(highest))
+    over_amount = search.over_amount
+    for key, amount in zip(keys, amounts, strict=True):
         is_enough = amount >= wanted
-        new_low = jnp.where(is_enough, jnp.maximum(new_low, key), new_low)
-        new_high = jnp.where(is_enough, new_high, jnp.minimum(new_high, key))
-
-    is_settled = new_low >= new_high - 1
-    goes_on = is_settled & ~search.by_mass & (top_p < 1)  # from counting to summing
-    was_done = search.is_done
-    return _Search(
-        low=jnp.where(was_done, search.low, new_low),
-        high=jnp.where(goes_on, _key(best) + 1, new_high),
+        raises, lowers = is_enough & (key >= low_key), ~is_enough & (key <= high_key)
+        low_key = jnp.where(raises, key, low_key)
+        low_amount = jnp.where(raises, amount, low_amount)
+        high_key = jnp.where(lowers, key - 1, high_key)
+        over_amount = jnp.where(lowers, amount, over_amount)
+    return search._replace(
+        low=low_key,
+        high=high_key,
+        low_amount=low_amount,
+        over_amount=over_amount,
         wanted=wanted,
-        by_mass=search.by_mass | goes_on,
-        is_fresh=goes_on,
-        is_done=was_done | (is_settled & ~goes_on),
     )
 
 
-def _tries(search: _Search) -> list[Int32[Array, " rows"]]:
-    in_value, in_order = _CPU_TRIES if jax.default_backend() == "cpu" else _GPU_TRIES
+def _choose_tries(search: _Search, tries: _Tries) -> list[Int32[Array, " rows"]]:
     low, high = _value(search.low), _value(search.high)
-    tries = [_key(low + (high - low) * (i / (in_value + 1))) for i in range(1, in_value + 1)]
+    even = [low + (high - low) * (i / (tries.even + 1)) for i in range(1, tries.even + 1)]
     # halves first: the difference of two keys may not fit 31 bits
-    step = (search.high // 2 - search.low // 2) // (in_order + 1)
-    tries += [search.low + 2 * step * i for i in range(1, in_order + 1)]
-    return [jnp.clip(key, search.low + 1, search.high - 1) for key in tries]
+    step = (search.high // 2 - search.low // 2) // (tries.in_order + 1)
+    in_order = [search.low + 2 * step * i for i in range(1, tries.in_order + 1)]
+    return [jnp.clip(key, search.low + 1, search.high) for key in [*map(_key, even), *in_order]]
 
 
 def _mass(
