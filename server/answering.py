@@ -2,18 +2,18 @@
 
 import logging
 from contextlib import aclosing
-from typing import Any
 
 from aiohttp import web
 
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
-from server.chunks import Usage, encode
+from jaxpaged.openai.answers import check_output, outputs_of, whole_answer
+from jaxpaged.openai.chunks import encode
+from jaxpaged.openai.job import Job
+from jaxpaged.openai.streams import Numbered
 from server.direct import stream_directly
-from server.errors import HttpError, error_body, log_refusal
-from server.job import Job
+from server.errors import error_body, log_refusal
 from server.sse import EventStream
 from server.state import ServerState
-from server.streams import Numbered, merged
 
 log = logging.getLogger(__name__)
 
@@ -24,47 +24,27 @@ async def respond(request: web.Request, server: ServerState, job: Job) -> web.St
     try:
         if job.body.stream and job.form.is_plain and not job.each_usage:
             return await stream_directly(request, server, job)
-        sources = [
-            server.engine.generate(
-                prompt, job.params, request_id, priority=job.priority, cache_salt=job.cache_salt
-            )
-            for request_id, prompt in zip(job.request_ids, job.prompts, strict=True)
-        ]
-        async with aclosing(merged(sources)) as outputs:
-            if job.body.stream:
-                return await _stream(request, server, job, outputs)
-            return await _whole(job, outputs)
+        if not job.body.stream:
+            fields = await whole_answer(job, server.engine)
+            return web.Response(body=encode(fields), content_type="application/json")
+        async with aclosing(outputs_of(job, server.engine)) as outputs:
+            return await _stream(request, server, job, outputs)
     finally:
         server.open_ids.difference_update(job.request_ids)
-
-
-async def _whole(job: Job, outputs: Numbered) -> web.Response:
-    usage, choices = Usage(), dict[int, dict[str, Any]]()
-    async for number, output in outputs:
-        _check(output)
-        usage.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
-        for part in output.outputs:
-            usage.completion_tokens += len(part.token_ids)
-            index = job.index(number, part.index)
-            choices[index] = job.form.choice(index, output, part)
-    fields = job.envelope.fields(job.form.kind)
-    fields["choices"] = [choices[index] for index in sorted(choices)]
-    fields["usage"] = usage.fields()
-    return web.Response(body=encode(fields), content_type="application/json")
 
 
 async def _stream(
     request: web.Request, server: ServerState, job: Job, outputs: Numbered
 ) -> web.StreamResponse:
     first = await anext(outputs)  # a refusal comes here, while there is a status to tell it with
-    _check(first[1])
+    check_output(first[1])
     stream = EventStream(request, server.limits.write_timeout_s)
     await stream.start()
     chunks = _Chunks(job)
     try:
         await stream.send(chunks.events(*first))
         async for number, output in outputs:
-            _check(output)
+            check_output(output)
             await stream.send(chunks.events(number, output))
         await stream.send(chunks.writer.last(chunks.usage))
     except ConnectionError as error:
@@ -81,7 +61,7 @@ class _Chunks:
 
     def __init__(self, job: Job):
         self._job, self._form = job, job.form
-        self.usage, self.writer = Usage(), job.chunk_writer()
+        self.usage, self.writer = job.usage, job.chunk_writer()
         self._open_prompts: set[int] = set()
         self._opened: set[int] = set()
 
@@ -99,9 +79,3 @@ class _Chunks:
         opening = None if index in self._opened else self._form.opening(index)
         self._opened.add(index)
         return event if opening is None else self.writer.choices([opening], self.usage) + event
-
-
-def _check(output: RequestOutput) -> None:
-    for part in output.outputs:
-        if part.finish_reason == "error":
-            raise HttpError(500, output.error or "the model failed on this request")

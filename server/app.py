@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from jaxpaged.openai.engine import ServedEngine
 from server import chat, completions, status, tokens
-from server.auth import KeyGuard, guard_middleware
-from server.engine import ServedEngine
+from server.auth import KEY_ID, KeyGuard, guard_middleware
 from server.errors import Handler, errors_as_json
 from server.http_metrics import NOT_COUNTED
 from server.state import SERVER, ServerLimits, ServerState
@@ -27,7 +27,7 @@ def create_app(
     )
     app[SERVER] = ServerState(engine, limits)
     add_routes(app.router)
-    app.on_response_prepare.append(echo_request_id)
+    app.on_response_prepare.append(add_headers)
     return app
 
 
@@ -68,7 +68,9 @@ async def count_requests(request: web.Request, handler: Handler) -> web.StreamRe
             request.app[SERVER].metrics.observe(request.method, pattern, code, seconds)
 
 
-async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Echo the client's id, and tell it what is left of its limits."""
+    response.headers.update(request.app[SERVER].key_limits.headers(request.get(KEY_ID, "")))
     given = request.headers.get("X-Request-Id")
     if given is not None:
         response.headers["X-Request-Id"] = (

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from jaxpaged.core.request import TokenEvent
-from server.chunks import Usage
+from jaxpaged.openai.job import Job
 from server.errors import HttpError, error_body, log_refusal
-from server.job import Job
 from server.sse import EventStream
 from server.state import ServerState
 
@@ -31,7 +30,7 @@ class DirectStream:
         self._kept: list[bytes] = []
         self._is_writing = False
         self._num_open = len(job.prompts) * job.params.n
-        self.usage = Usage()
+        self.usage = job.usage
         self.error: Exception | None = None
         self.woken = asyncio.Event()
 

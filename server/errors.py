@@ -10,6 +10,7 @@ from aiohttp import web
 from jaxpaged.errors import (
     CapacityError,
     EngineStopped,
+    GenerationFailed,
     InvariantError,
     JaxPagedError,
     RateLimited,
@@ -38,6 +39,7 @@ _STATUS: dict[type[JaxPagedError], int] = {
     RateLimited: 429,
     CapacityError: 503,
     EngineStopped: 500,
+    GenerationFailed: 500,
     InvariantError: 500,
 }
 _TYPES = {

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from aiohttp import web
 
 from jaxpaged.metrics import EngineMetrics
-from server.engine import ServedEngine
+from jaxpaged.openai.engine import ServedEngine
 from server.listener import Listener
 from server.settings import ServerSettings
 from server.state import SERVER, ServerState

@@ -68,6 +68,18 @@ def make_parser(prog: str) -> ArgumentParser:
         metavar="SECONDS",
         help="without a step while work waits, before /health says 503 (default: 60)",
     )
+    group.add_argument(
+        "--max-requests-per-minute",
+        type=whole_number,
+        metavar="NUMBER",
+        help="of each API key, or of all clients where there are no keys; over it a 429",
+    )
+    group.add_argument(
+        "--max-tokens-per-minute",
+        type=whole_number,
+        metavar="NUMBER",
+        help="prompt and output together, likewise",
+    )
     group.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
 
@@ -91,6 +103,10 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     """
     if not 0 <= args.port < 2**16:
         raise ConfigError(f"--port is {args.port}, allowed are 0 to {2**16 - 1}")
+    for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
     keys = [*args.api_key, *_keys_from_file(args.api_key_file)]
     if any(not key.strip() for key in keys):
         raise ConfigError("--api-key is empty: leave it out to serve without keys")
@@ -98,6 +114,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         max_request_bytes=args.max_request_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         stall_timeout_s=args.stall_timeout,
+        requests_per_minute=args.max_requests_per_minute,
+        tokens_per_minute=args.max_tokens_per_minute,
     )
     return ServerSettings(
         host=args.host,

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from jaxpaged.errors import CapacityError, Draining
+from jaxpaged.openai.chunks import Usage
+from jaxpaged.openai.engine import ServedEngine
 from server.deadlines import HeadDeadlines
-from server.engine import ServedEngine
 from server.errors import HttpError
 from server.http_metrics import HttpMetrics
+from server.limits import KeyLimits
 
 RETRY_AFTER_S = 5.0
 
@@ -26,6 +28,8 @@ class ServerLimits:
     write_timeout_s: float = 30.0
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0
+    requests_per_minute: int | None = None  # of one API key
+    tokens_per_minute: int | None = None
 
 
 @dataclass
@@ -42,24 +46,29 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.deadlines = HeadDeadlines(self.limits.header_timeout_s)
+        self.key_limits = KeyLimits(self.limits.requests_per_minute, self.limits.tokens_per_minute)
 
     @contextmanager
-    def work(self) -> Generator[None]:
-        """One request for the engine, from its first byte to its last.
+    def work(self, key_id: str) -> Generator[Usage]:
+        """One request for the engine, from its first byte to its last; the key pays its usage.
 
         Raises:
             Draining: the server shuts down.
+            RateLimited: the key has used up its minute.
         """
         if self.is_draining:
             raise Draining("the server is shutting down", retry_after_s=RETRY_AFTER_S)
+        self.key_limits.admit(key_id)
         self.num_working += 1
         self._idle.clear()
+        usage = Usage()
         try:
-            yield
+            yield usage
         except CapacityError:
             self.metrics.rejected()
             raise
         finally:
+            self.key_limits.charge(key_id, usage.total_tokens)
             self.num_working -= 1
             if not self.num_working:
                 self._idle.set()

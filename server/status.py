@@ -5,7 +5,7 @@ import time
 from aiohttp import web
 
 from jaxpaged import __version__
-from server.chunks import encode
+from jaxpaged.openai.chunks import encode
 from server.state import SERVER, ServerState
 
 STARTED = int(time.time())

@@ -7,9 +7,9 @@ from aiohttp import web
 
 from jaxpaged.core.params import check_ids
 from jaxpaged.errors import RequestError
-from server.chunks import encode
-from server.prompts import check_text, encode_chat
-from server.schema import DetokenizeRequest, TokenizeRequest, decode_body
+from jaxpaged.openai.chunks import encode
+from jaxpaged.openai.prompts import check_text, encode_chat
+from jaxpaged.openai.schema import DetokenizeRequest, TokenizeRequest, decode_body
 from server.state import SERVER, read_body
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
