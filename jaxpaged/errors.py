@@ -10,6 +10,7 @@ JaxPagedError
 │   ├── QueueFull
 │   └── Draining
 ├── RateLimited        a key's own limit                                 HTTP 429, Retry-After
+├── GenerationFailed   the model failed on this one request              HTTP 500
 ├── EngineStopped      the engine is gone; the cause is in the text      HTTP 500
 └── InvariantError     ours: a bug; the engine stops                     HTTP 500
 """
@@ -76,6 +77,10 @@ class RateLimited(JaxPagedError):
     def __init__(self, message: str, *, retry_after_s: float):
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class GenerationFailed(JaxPagedError):
+    """The model's logits broke for this request; others are not touched."""
 
 
 class EngineStopped(JaxPagedError):

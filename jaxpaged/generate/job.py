@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxpaged.errors import CapacityError, RequestError
+from jaxpaged.errors import CapacityError, GenerationFailed, RequestError
 from jaxpaged.generate.lines import CHAT, BadLine, Line, read_lines
 from jaxpaged.generate.output import OutputFile
+from jaxpaged.openai.answers import answer_body
 from jaxpaged.openai.engine import ServedEngine
-from jaxpaged.openai.jobs import answer_chat, answer_completion
 
 MAX_TRIES = 5  # of a line that met a full engine
 
@@ -98,9 +98,8 @@ async def _answer(engine: ServedEngine, line: Line | BadLine) -> dict[str, Any]:
         body = await _try_answer(engine, line)
     except RequestError as error:
         return _error_record(line.custom_id, "invalid_request", str(error), param=error.param)
-    for choice in body["choices"]:
-        if choice["finish_reason"] == "error":
-            return _error_record(line.custom_id, "generation_failed", "the model's logits broke")
+    except GenerationFailed as error:
+        return _error_record(line.custom_id, "generation_failed", str(error))
     request_id = f"batch-{uuid.uuid4().hex}"
     return {
         "id": request_id,
@@ -111,10 +110,9 @@ async def _answer(engine: ServedEngine, line: Line | BadLine) -> dict[str, Any]:
 
 
 async def _try_answer(engine: ServedEngine, line: Line) -> dict[str, Any]:
-    answer = answer_chat if line.url == CHAT else answer_completion
     for attempt in range(MAX_TRIES):
         try:
-            return await answer(engine, line.body)
+            return await answer_body(engine, line.body, is_chat=line.url == CHAT)
         except CapacityError as error:
             if attempt == MAX_TRIES - 1:
                 raise

@@ -1,0 +1,1 @@
+"""OpenAI's request and answer shapes: what the server and the batch job both speak."""

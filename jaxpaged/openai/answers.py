@@ -1,0 +1,73 @@
+"""A job's answers: its outputs as they come, or all of them as one object."""
+
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.errors import GenerationFailed, RequestError
+from jaxpaged.openai.chat import chat_job, read_chat
+from jaxpaged.openai.chunks import Usage
+from jaxpaged.openai.completions import completion_job, read_completion
+from jaxpaged.openai.engine import ServedEngine
+from jaxpaged.openai.job import Job
+from jaxpaged.openai.streams import Numbered, merged
+
+
+def outputs_of(job: Job, engine: ServedEngine) -> Numbered:
+    """(prompt's number, output) as they come; closing it aborts what still runs."""
+    return merged(
+        [
+            engine.generate(
+                prompt, job.params, request_id, priority=job.priority, cache_salt=job.cache_salt
+            )
+            for request_id, prompt in zip(job.request_ids, job.prompts, strict=True)
+        ]
+    )
+
+
+async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:
+    """The JSON object that answers a job without a stream.
+
+    Raises:
+        GenerationFailed: the model failed on one of its prompts.
+    """
+    usage, choices = job.usage, dict[int, dict[str, Any]]()
+    async with aclosing(outputs_of(job, engine)) as outputs:
+        async for number, output in outputs:
+            check_output(output)
+            usage.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
+            for part in output.outputs:
+                usage.completion_tokens += len(part.token_ids)
+                index = job.index(number, part.index)
+                choices[index] = job.form.choice(index, output, part)
+    fields = job.envelope.fields(job.form.kind)
+    fields["choices"] = [choices[index] for index in sorted(choices)]
+    fields["usage"] = usage.fields()
+    return fields
+
+
+async def answer_body(
+    engine: ServedEngine, body: dict[str, Any], *, is_chat: bool
+) -> dict[str, Any]:
+    """Answer a body that came as an object, not over HTTP.
+
+    Raises:
+        RequestError: what can never be served; a stream cannot be asked for here.
+    """
+    if body.get("stream"):
+        raise RequestError("stream is not served in a batch: leave it out", param="stream")
+    data, model = msgspec.json.encode(body), engine.served_model_names[0]
+    if is_chat:
+        job = await chat_job(read_chat(data), engine, Usage(), model=model, key_id="")
+    else:
+        job = await completion_job(read_completion(data), engine, Usage(), model=model, key_id="")
+    return await whole_answer(job, engine)
+
+
+def check_output(output: RequestOutput) -> None:
+    """Refuse an output whose generation failed."""
+    for part in output.outputs:
+        if part.finish_reason == "error":
+            raise GenerationFailed(output.error or "the model failed on this request")

@@ -1,0 +1,61 @@
+"""What the server needs of an engine; `jaxpaged.AsyncLLM` is one."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.request import Request
+from jaxpaged.engine.inbox import EventSink
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.metrics import EngineLoad, EngineMetrics
+from jaxpaged.text.tokenizer import Tokenizer
+
+
+class ServedEngine(Protocol):
+    """An engine as the handlers see it. All of it is used in one event loop."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def metrics(self) -> EngineMetrics: ...
+    @property
+    def load(self) -> EngineLoad: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def served_model_names(self) -> tuple[str, ...]: ...
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def num_open_requests(self) -> int: ...
+    @property
+    def seconds_without_progress(self) -> float: ...
+    def default_sampling(self) -> dict[str, Any]: ...
+    async def encode(self, prompt: Any) -> tuple[str | None, list[int]]: ...
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> dict[str, Any]: ...
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str = "",
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput]: ...
+    async def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        sink: EventSink,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> tuple[Request, str | None]: ...
+    def release(self, request_id: str, *, is_finished: bool) -> None: ...
+    async def abort(self, request_id: str) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,120 @@
+"""Log-probabilities as the two endpoints show them, with the true bytes of every token."""
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpaged.engine.outputs import Logprob, PlaceLogprobs
+from jaxpaged.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+
+
+class TokenLabels:
+    """A token as text: what it decodes to, or its bytes where it is a part of a character."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool):
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+
+    def label(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def bytes_of(self, token_id: int) -> list[int]:
+        return list(self._tokenizer.token_bytes(token_id))
+
+
+class CompletionLogprobs:
+    """The four parallel lists of /v1/completions, for one answer as it grows.
+
+    A place whose logprobs are None is a first token, which nothing comes before. Offsets count the
+    characters of the answer's text, an echoed prompt included, before each token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, labels: TokenLabels, *, skip_special_tokens: bool):
+        self._labels = labels
+        self._table = tokenizer.bytes_table(skip_special_tokens=skip_special_tokens)
+        self._offset, self._partial = 0, b""
+
+    def lists(
+        self, token_ids: Sequence[int], places: Sequence[PlaceLogprobs | None]
+    ) -> dict[str, Any]:
+        """The lists for the next tokens."""
+        label = self._labels.label
+        tops = [
+            None if place is None else {label(t): finite(p.logprob) for t, p in place.items()}
+            for place in places
+        ]
+        chosen = [
+            None if place is None else finite(place[token].logprob)
+            for token, place in zip(token_ids, places, strict=True)
+        ]
+        return {
+            "text_offset": [self._advance(token) for token in token_ids],
+            "token_logprobs": chosen,
+            "tokens": [label(token) for token in token_ids],
+            "top_logprobs": tops,
+        }
+
+    def _advance(self, token_id: int) -> int:
+        """Where this token's text begins; step over it."""
+        offset = self._offset
+        data = self._partial + self._table[token_id]
+        text, used = utf_8_decode(data, "replace", False)
+        self._partial = data[used:]
+        self._offset += len(text)
+        return offset
+
+
+def chat_logprobs(
+    labels: TokenLabels, token_ids: Sequence[int], places: Sequence[PlaceLogprobs], num_top: int
+) -> dict[str, Any]:
+    """The `logprobs` of a chat choice: each token with its likeliest alternatives."""
+    return {
+        "content": [
+            _entry(labels, token, place[token])
+            | {"top_logprobs": [_entry(labels, t, p) for t, p in _top(place, num_top)]}
+            for token, place in zip(token_ids, places, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def prompt_logprobs(
+    labels: TokenLabels, places: Sequence[PlaceLogprobs | None]
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: by token id, the first place null."""
+    return [None if place is None else _by_id(labels, place) for place in places]
+
+
+def _by_id(labels: TokenLabels, place: PlaceLogprobs) -> dict[str, Any]:
+    return {
+        str(token): {
+            "logprob": finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": labels.label(token),
+        }
+        for token, entry in place.items()
+    }
+
+
+def _top(place: PlaceLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens; the chosen one is among them only if it is likely enough."""
+    return sorted(place.items(), key=lambda item: -item[1].logprob)[:num_top]
+
+
+def _entry(labels: TokenLabels, token_id: int, entry: Logprob) -> dict[str, Any]:
+    return {
+        "token": labels.label(token_id),
+        "logprob": finite(entry.logprob),
+        "bytes": labels.bytes_of(token_id),
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if logprob > LEAST else LEAST

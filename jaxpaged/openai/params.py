@@ -1,0 +1,135 @@
+"""From a request's fields to SamplingParams, and what must not be there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpaged.core.params import MAX_LOGPROBS, OutputKind, SamplingParams
+from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.openai.schema import ChatRequest, CompletionRequest, SamplingFields
+
+COMPLETION_MAX_TOKENS = 16
+MAX_SALT = 1024  # characters
+
+_PLAIN = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "allowed_token_ids", "bad_words", "logits_processors", "prompt_logprobs",
+)  # fmt: skip
+_NOT_SERVED = (
+    "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs", "kv_transfer_params", "truncate_prompt_tokens",
+)  # fmt: skip
+_NOT_SERVED_IN_CHAT = ("functions", "function_call", "chat_template", "audio")
+
+
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling of a completion: what the client says, else the model's defaults, else vLLM's."""
+    _check_served(body)
+    if body.suffix:
+        raise UnsupportedParameter("suffix is not served: put it into the prompt", param="suffix")
+    values = _common(body, defaults)
+    values["max_tokens"] = _first(
+        body.max_tokens, defaults.get("max_tokens"), COMPLETION_MAX_TOKENS
+    )
+    values["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None and "prompt_logprobs" not in values:
+        values["prompt_logprobs"] = body.logprobs
+    return SamplingParams(**values)
+
+
+def chat_params(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling of a chat answer; without a limit it may fill the context."""
+    _check_served(body)
+    for name in _NOT_SERVED_IN_CHAT:
+        if getattr(body, name) is not None:
+            raise UnsupportedParameter(f"{name} is not served: leave it out", param=name)
+    if body.tools and body.tool_choice != "none":
+        raise UnsupportedParameter(
+            "tools are not served: leave them out, or set tool_choice to none", param="tools"
+        )
+    if any(kind != "text" for kind in body.modalities or ()):
+        raise UnsupportedParameter("modalities: only text is served", param="modalities")
+    values = _common(body, defaults)
+    values["max_tokens"] = _first(
+        body.max_completion_tokens, body.max_tokens, defaults.get("max_tokens")
+    )
+    values["logprobs"] = _chat_logprobs(body)
+    return SamplingParams(**values)
+
+
+def salt_of(body: SamplingFields, key_id: str) -> str:
+    """What separates prefix caches: the API key, and the client's own salt within it."""
+    salt = body.cache_salt
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT:
+        raise RequestError(
+            f"cache_salt has {len(salt)} characters, allowed are 1 to {MAX_SALT}",
+            param="cache_salt",
+        )
+    return f"{key_id}:{salt or ''}" if key_id or salt else ""
+
+
+def _common(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    given = ((name, getattr(body, name)) for name in _PLAIN)
+    values |= {name: value for name, value in given if value is not None}
+    if body.logit_bias is not None:
+        values["logit_bias"] = _biases(body.logit_bias)
+    values["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
+    return values
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.lstrip("-").isascii() and key.lstrip("-").isdigit() and len(key) < 20):
+            raise RequestError(
+                f"logit_bias names {key[:40]!r}, which is no token id", param="logit_bias"
+            )
+        biases[int(key)] = value
+    return biases
+
+
+def _chat_logprobs(body: ChatRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return None
+    num_top = body.top_logprobs or 0
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {num_top}, allowed are 0 to {MAX_LOGPROBS}", param="top_logprobs"
+        )
+    return num_top
+
+
+def _check_served(body: SamplingFields) -> None:
+    for name in _NOT_SERVED:
+        if getattr(body, name) is not None:
+            raise UnsupportedParameter(f"{name} is not served: leave it out", param=name)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise UnsupportedParameter(
+            f"best_of is {body.best_of}: only n answers are made; leave it out", param="best_of"
+        )
+    if body.use_beam_search:
+        raise UnsupportedParameter("use_beam_search is not served", param="use_beam_search")
+    _check_format(body.response_format)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise UnsupportedParameter(
+            "prompt_logprobs come only without stream", param="prompt_logprobs"
+        )
+
+
+def _check_format(response_format: Any) -> None:
+    if response_format is None:
+        return
+    if response_format != {"type": "text"}:
+        raise UnsupportedParameter(
+            "response_format: only type text is served", param="response_format"
+        )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

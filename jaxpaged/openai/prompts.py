@@ -1,0 +1,165 @@
+"""What a request's prompt or messages hold, checked before anything is encoded."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from jaxpaged.core.params import check_ids
+from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.openai.engine import ServedEngine
+from jaxpaged.openai.schema import ChatRequest, TokenizeRequest
+
+MAX_PROMPTS = 2048  # prompts times n, in one request
+
+type Prompt = str | list[int]
+
+
+def completion_prompts(prompt: Any, n: int, engine: ServedEngine) -> list[Prompt]:
+    """The prompts of a completion request: text or token ids, one or several.
+
+    Raises:
+        RequestError: anything else; an id that is no token; more answers than one request may ask.
+    """
+    prompts = _as_list(prompt)
+    if len(prompts) * n > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt has {len(prompts)} entries and n is {n}: one request makes at most "
+            f"{MAX_PROMPTS} answers",
+            param="prompt",
+        )
+    for one in prompts:
+        if isinstance(one, str):
+            check_text(one, engine)
+        else:
+            check_ids("prompt", one, engine.vocab)
+    return prompts
+
+
+def _as_list(prompt: Any) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [prompt]
+    items = as_list(prompt)
+    kinds: set[type] = {type(item) for item in items or ()}
+    if items and (kinds == {str} or (kinds == {list} and all(items))):
+        return items
+    if items and not kinds & {str, list}:
+        return [items]  # token ids, or what `check_ids` refuses
+    raise RequestError(
+        "prompt must be text, a list of texts, a list of token ids or a list of such lists, "
+        "none of them empty",
+        param="prompt",
+    )
+
+
+def check_text(text: str, engine: ServedEngine, param: str = "prompt") -> None:
+    """Refuse a text that cannot fit, before the work of encoding it."""
+    most = engine.max_model_len * engine.tokenizer.max_token_chars
+    if len(text) > most:
+        raise RequestError(
+            f"{param} has {len(text)} characters; {engine.max_model_len} tokens hold at most "
+            f"{most}: shorten it",
+            param=param,
+        )
+
+
+async def encode_chat(body: ChatRequest | TokenizeRequest, engine: ServedEngine) -> dict[str, Any]:
+    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`, through the chat template."""
+    messages = [_checked_message(i, m) for i, m in enumerate(body.messages or ())]
+    if not messages:
+        raise RequestError("messages is empty: it needs at least one", param="messages")
+    options = dict(body.chat_template_kwargs or {})
+    if isinstance(body, ChatRequest):
+        if body.reasoning_effort is not None:
+            options.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.documents is not None:
+            options.setdefault("documents", body.documents)
+    goes_on = bool(body.continue_final_message)
+    add_prompt = body.add_generation_prompt
+    reserved = {"add_generation_prompt", "continue_final_message", "tools", "messages"}
+    if reserved & options.keys():
+        raise UnsupportedParameter(
+            f"chat_template_kwargs holds {', '.join(sorted(reserved & options.keys()))}, which "
+            "are fields of the request itself",
+            param="chat_template_kwargs",
+        )
+    for text in _texts(messages):
+        check_text(text, engine, "messages")
+    return await engine.chat_prompt(
+        messages,
+        add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
+        continue_final_message=goes_on,
+        tools=body.tools if isinstance(body, TokenizeRequest) else None,
+        **options,
+    )
+
+
+def _checked_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}.role is missing or no text", param=f"{where}.role")
+    content = message.get("content")
+    parts = as_list(content)
+    if parts is not None:
+        for part in parts:
+            _check_part(f"{where}.content", as_object(part) or {})
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content must be text or a list of parts", param=f"{where}.content"
+        )
+    if not message.get("tool_calls"):
+        return dict(message)
+    return {**message, "tool_calls": _parsed_calls(f"{where}.tool_calls", message["tool_calls"])}
+
+
+def _check_part(where: str, part: Mapping[str, Any]) -> None:
+    kind = part.get("type")
+    if kind != "text":
+        raise UnsupportedParameter(
+            f"{where} has a part of type {str(kind)[:40]!r}: only text is served", param=where
+        )
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where} has a text part without text", param=where)
+
+
+def _parsed_calls(where: str, given: Any) -> list[dict[str, Any]]:
+    """Templates want the arguments of a call as an object; clients send them as JSON text."""
+    parsed: list[dict[str, Any]] = []
+    for item in as_list(given) or [None]:
+        call = as_object(item)
+        if call is None:
+            raise RequestError(f"{where} must be a list of calls", param=where)
+        function = as_object(call.get("function")) or {}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            function = {**function, "arguments": _json(where, arguments)}
+        parsed.append({**call, "function": function})
+    return parsed
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestError(f"{where} has arguments that are no JSON", param=where) from None
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every message's own text, for the check of its length."""
+    texts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            texts.append(content)
+        texts += [part["text"] for part in as_list(content) or ()]
+    return texts
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """`value` if it is a JSON array."""
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
+def as_object(value: Any) -> dict[str, Any] | None:
+    """`value` if it is a JSON object."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None

@@ -1,0 +1,141 @@
+"""What clients may send. null is the same as leaving a field out; unknown fields are ignored."""
+
+import re
+from typing import Any, NoReturn
+
+import msgspec
+
+from jaxpaged.errors import RequestError
+
+_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields that completions and chat share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logits_processors: list[str] | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    # known and not served: anything but null is refused
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_embeds: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    response_format: Any = None
+    kv_transfer_params: Any = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: Any = None  # text, token ids, or a list of either; looked at by `prompts.py`
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    chat_template: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def decode_body[T](data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Read JSON into a request.
+
+    Raises:
+        RequestError: no JSON, or a field of another type; `param` is the field's path.
+    """
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        _refuse(str(error))
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the body is not valid JSON: it is nested too deep") from None
+
+
+def _refuse(text: str) -> NoReturn:
+    found = _PLACE.match(text)
+    what, path = (found["what"], found["path"]) if found else (text, None)
+    missing = _MISSING.search(what)
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        raise RequestError(f"{path} is missing", param=path)
+    what = what[:1].lower() + what[1:]
+    raise RequestError(f"{path or 'the body'}: {what}", param=path or None)
