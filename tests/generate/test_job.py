@@ -1,0 +1,136 @@
+"""The batch job: every line answered once, in order, bad ones reported, nothing lost on resume."""
+
+import io
+import json
+
+import pytest
+
+from jaxpaged.generate.job import run_lines
+from jaxpaged.generate.lines import BadLine, Line, read_lines
+from jaxpaged.generate.output import OutputFailed, OutputFile
+from tests.support.fake_engine import fake_llm
+
+
+def batch_line(name: str, **body) -> bytes:
+    body = {"prompt": "ABC", "max_tokens": 3, "temperature": 0} | body
+    line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line).encode()
+
+
+GOOD = [batch_line(f"good-{i}", prompt=text) for i, text in enumerate(["ABC", "MNO", "123"])]
+BAD = [b"[1,2]", b'"x"', b"null", b'{"body":"x"}', b"{broken", b'{"custom_id":"\xff\xfe"}']
+
+
+@pytest.fixture
+def engine(tmp_path):
+    llm, _ = fake_llm(tmp_path / "model")
+    yield llm
+    llm.close()
+
+
+async def run(engine, lines, path, *, resume=False, keep_order=True, max_inflight=3):
+    output = OutputFile(path, io.BytesIO(), resume=resume)
+    summary = await run_lines(
+        engine, lines, output, max_inflight=max_inflight, keep_order=keep_order, show_progress=False
+    )
+    output.close()
+    return summary, [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def text_of(record):
+    return record["response"]["body"]["choices"][0]["text"]
+
+
+async def test_answers_stand_in_the_order_of_the_lines(engine, tmp_path):
+    lines = [batch_line("long", max_tokens=20), *GOOD]
+    _, records = await run(engine, lines, tmp_path / "out")
+    assert [r["custom_id"] for r in records] == ["long", "good-0", "good-1", "good-2"]
+    assert [text_of(r) for r in records[1:]] == ["DEF", "PQR", "456"]
+
+
+async def test_bad_lines_become_error_records_with_their_number(engine, tmp_path):
+    lines = [GOOD[0], *BAD, b"", GOOD[0], GOOD[1]]
+    summary, records = await run(engine, lines, tmp_path / "out")
+    errors = [r["error"]["line"] for r in records if r["error"]]
+    assert errors == [2, 3, 4, 5, 6, 7, 9]
+    assert all(
+        f"line {n}" in r["error"]["message"]
+        for n, r in zip(errors, [r for r in records if r["error"]], strict=True)
+    )
+    assert (summary.num_answered, summary.num_failed) == (2, 7)
+
+
+async def test_a_request_that_can_never_be_served_fails_alone(engine, tmp_path):
+    lines = [
+        GOOD[0],
+        batch_line("too long", max_tokens=10**6),
+        batch_line("stream", stream=True),
+        GOOD[1],
+    ]
+    _, records = await run(engine, lines, tmp_path / "out")
+    assert [bool(r["error"]) for r in records] == [False, True, True, False]
+    assert "max_tokens" in records[1]["error"]["message"]
+
+
+async def test_plain_prompts_and_chat_lines_are_answered(engine, tmp_path):
+    chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
+    chat["body"] = {
+        "messages": [{"role": "user", "content": "ABC"}],
+        "max_tokens": 3,
+        "temperature": 0,
+    }
+    plain = b'{"prompt": "ABC", "max_tokens": 3, "temperature": 0}'
+    _, records = await run(engine, [plain, json.dumps(chat).encode()], tmp_path / "out")
+    assert text_of(records[0]) == "DEF"
+    assert records[0]["custom_id"] == "line-1"
+    assert records[1]["response"]["body"]["choices"][0]["message"]["content"] == "DEF"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 60, 200, -1, -30])
+async def test_a_job_cut_anywhere_and_resumed_gives_the_same_records(engine, tmp_path, cut):
+    lines = [GOOD[0], BAD[0], GOOD[1], BAD[4], GOOD[2]]
+    _, whole = await run(engine, lines, tmp_path / "whole")
+    path = tmp_path / "cut"
+    data = (tmp_path / "whole").read_bytes()
+    path.write_bytes(data[:cut])
+    _, records = await run(engine, lines, path, resume=True)
+    keys = [(r["custom_id"], (r["error"] or {}).get("line")) for r in whole]
+    assert [(r["custom_id"], (r["error"] or {}).get("line")) for r in records] == keys
+
+
+async def test_without_order_the_first_to_finish_is_written_first(engine, tmp_path):
+    lines = [batch_line("long", max_tokens=1800), batch_line("short", max_tokens=1)]
+    _, records = await run(engine, lines, tmp_path / "out", keep_order=False)
+    assert [r["custom_id"] for r in records] == ["short", "long"]
+
+
+def test_a_full_disk_leaves_whole_lines_and_names_the_file(tmp_path):
+    path = tmp_path / "out"
+    output = OutputFile(path, io.BytesIO(), resume=False)
+    output.write({"n": 1})
+
+    class Full(io.FileIO):
+        def write(self, data):
+            super().write(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+
+    output._file.close()
+    output._file = Full(path, "ab")
+    with pytest.raises(OutputFailed, match="out: No space left"):
+        output.write({"n": 2})
+    assert path.read_bytes() == b'{"n":1}\n'
+
+
+def test_lines_say_what_is_wrong_with_them():
+    lines = list(
+        read_lines(
+            [
+                b'{"custom_id":"x","url":"/v1/nope","body":{}}',
+                b'{"body":{},"url":"/v1/completions"}',
+            ]
+        )
+    )
+    assert [type(line) for line in lines] == [BadLine, BadLine]
+    assert "/v1/nope" in lines[0].reason
+    assert "custom_id is missing" in lines[1].reason
+    assert isinstance(next(read_lines([GOOD[0]])), Line)
