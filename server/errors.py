@@ -1,6 +1,7 @@
 """Exceptions become HTTP statuses here and nowhere else, in the shape that OpenAI clients know."""
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ _HTTP_MESSAGES = {
 def error_response(error: BaseException) -> web.Response:
     headers: dict[str, str] = {}
     if isinstance(error, CapacityError | RateLimited):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, web.HTTPMethodNotAllowed):
         headers["Allow"] = ", ".join(sorted(error.allowed_methods))
     if status_of(error) == 401:
