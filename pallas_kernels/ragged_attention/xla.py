@@ -101,14 +101,14 @@ def _attend_singles(
     def attend_group(group, out):
         # the last group reaches back, and computes some rows a second time
         members = lax.dynamic_slice_in_dim(order, jnp.minimum(group * rows, seqs - rows), rows)
-        lens, table = kv_lens[members], pages.table[members]
-        query = q[members].reshape(rows, kv_heads, -1, head_dim)
+        lens, query = kv_lens[members], q[members]
+        query = query.reshape(rows, kv_heads, -1, head_dim)
         position = (lens - 1)[:, None]
 
         def visit(block, softmax):
             places = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
             visible = _visible(places[None, :], position, spec)
-            k, v = _load(pages, table, block * pages_per_block, pages_per_block)
+            k, v = _load(pages, members, block * pages_per_block, pages_per_block)
             return _add(softmax, query, k, v, visible[:, None, :], spec)
 
         first = jnp.int32(0)
@@ -158,12 +158,11 @@ def _attend_runs(
             block_q, kv_heads, group, head_dim
         )
         query = query.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * block_q, head_dim)
-        table = lax.dynamic_slice_in_dim(pages.table, row, 1)
 
         def visit(kv_block, softmax):
             places = kv_block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
             visible = _visible(places[None, :], position[:, None], spec)
-            k, v = _load(pages, table, kv_block * pages_per_block, pages_per_block)
+            k, v = _load(pages, row[None], kv_block * pages_per_block, pages_per_block)
             return _add(softmax, query, k, v, jnp.tile(visible, (group, 1))[None], spec)
 
         first = jnp.int32(0)
@@ -192,19 +191,19 @@ def _visible(
 
 
 def _load(
-    pages: _Pages, table: Int32[Array, "rows pages_per_seq"], first: Int32[Array, ""], count: int
+    pages: _Pages, rows: Int32[Array, " rows"], first: Int32[Array, ""], count: int
 ) -> tuple[Float[Array, "rows kv_heads kv head_dim"], Float[Array, "rows kv_heads kv head_dim"]]:
     """`count` pages of each row's KV, from its page `first` on."""
     # past the table's end any page will do: its places are masked
-    columns = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), table.shape[1] - 1)
+    columns = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), pages.table.shape[1] - 1)
     num_pages, kv_heads, page_size, head_dim = pages.k.shape
-    page_ids = jnp.clip(table[:, None, columns], 0, num_pages - 1)
+    page_ids = jnp.clip(pages.table[rows[:, None], columns[None, :]], 0, num_pages - 1)
     # head by head, which spares the transpose that gathering whole pages would need
-    ids = page_ids * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    ids = page_ids[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
 
     def gather(pool):
         tile = pool.reshape(-1, page_size, head_dim).at[ids].get(mode="promise_in_bounds")
-        return tile.reshape(table.shape[0], kv_heads, count * page_size, head_dim)
+        return tile.reshape(rows.shape[0], kv_heads, count * page_size, head_dim)
 
     return gather(pages.k), gather(pages.v)
 
