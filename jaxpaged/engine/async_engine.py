@@ -199,12 +199,16 @@ class AsyncLLM:
         """Run `function` in the engine's thread between two steps."""
         self._send(function)
 
-    def close(self) -> None:
-        """Stop the thread after its present step and free the device."""
+    def stop(self) -> None:
+        """Stop the thread after its present step; the engine itself can be used again."""
         self._closing = True
         with self._wake:
             self._wake.notify()
         self._thread.join()
+
+    def close(self) -> None:
+        """Stop the thread after its present step and free the device."""
+        self.stop()
         self._engine.runner.close()
 
     def _check_capacity(self, num_tokens: int) -> None:

@@ -110,7 +110,7 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(jobs), desc="prompts", unit="", disable=not use_tqdm) as bar:
             num_tokens = 0
-            for output in self.run(jobs, max_inflight=len(jobs)):
+            for output in self.run(jobs, max_inflight=max(1, len(jobs))):
                 done[output.request_id] = output
                 num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
                 bar.update()
