@@ -1,6 +1,7 @@
 """Check the sampler's ops on this device against NumPy, and time them.
 
     python3 benchmarks/sampler_check.py [--rows 256] [--vocab 128256] [--check-only]
+                                        [--variants 14:32:256 14:128:64]
 
 Times are milliseconds of one call inside a jitted loop, so dispatch does not count. `flat` logits
 are a standard normal, where top-p 0.9 keeps tens of thousands of tokens; `peaked` ones are five
@@ -142,7 +143,12 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--tries", type=int, nargs="*", default=[14], help="thresholds a pass")
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        default=["14:32:256"],
+        help="thresholds a pass : size of a block : blocks looked through first",
+    )
     args = parser.parse_args()
 
     device = jax.devices()[0]
@@ -150,14 +156,15 @@ def main() -> int:
     wrong = count_wrong(min(args.rows, 64), args.vocab)
     if args.check_only:
         return int(wrong > 0)
-    for tries in args.tries:
+    for variant in args.variants:
+        tries, filtering._BLOCK, filtering._NUM_BLOCKS = map(int, variant.split(":"))
         filtering._GPU_TRIES = filtering._Tries(even=tries, in_order=1)
         jax.clear_caches()
         for logits_kind in ("flat", "peaked"):
             logits = logits_of(logits_kind, args.rows, args.vocab)
             for name, body in bodies(args.rows):
                 ms = milliseconds(body, logits, args.repeats)
-                record = {"logits": logits_kind, "op": name, "tries": tries, "ms": round(ms, 4)}
+                record = {"logits": logits_kind, "op": name, "variant": variant, "ms": round(ms, 4)}
                 print(json.dumps(record), flush=True)
     return int(wrong > 0)
 

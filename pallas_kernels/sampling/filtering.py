@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels import checks
 
 _OP = "filter_logits"
-_BLOCK = 128  # neighbouring logits that are kept or set aside together
-_NUM_BLOCKS = 64  # of each row are looked through first
+_BLOCK = 32  # neighbouring logits that are kept or set aside together
+_NUM_BLOCKS = 256  # of each row are looked through first
 
 
 class _Tries(NamedTuple):
@@ -74,7 +74,7 @@ def filter_logits(
 
     Exact but for the rounding of float32 sums of probabilities. If no row filters, the last pass
     over the logits is the only one. If some do, three or four more; and 6 to 8 more (11 to 15 on a
-    CPU) if a row keeps tokens of more than 64 blocks of 128 neighbours, as top-p does when the
+    CPU) if a row keeps tokens of more than 256 blocks of 32 neighbours, as top-p does when the
     logits are flat.
     """
     checks.check_shapes(
