@@ -2,8 +2,8 @@
 
     python -m benchmarks.host_loop [--rows 256] [--steps 200] [--profile]
 
-Plans, builds, commits and tells steps of `rows` decodes; only the device's part is left out. What is
-printed must stay under a step's time on the GPU, or the GPU waits.
+Plans, builds, commits and tells steps of `rows` decodes; only the device's part is left out. What
+is printed must stay under a step's time on the GPU, or the GPU waits.
 """
 
 import argparse
@@ -96,9 +96,8 @@ def main() -> None:
         pass
     profile.disable()
     cpu, wall = time.thread_time() - cpu, time.monotonic() - wall
-    print(
-        f"{args.rows} rows: {1e3 * cpu / args.steps:.2f} ms of CPU a step, {1e3 * wall / args.steps:.2f} ms of wall"
-    )
+    a_step = [1e3 * seconds / args.steps for seconds in (cpu, wall)]
+    print(f"{args.rows} rows: {a_step[0]:.2f} ms of CPU a step, {a_step[1]:.2f} ms of wall")
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 

@@ -22,7 +22,7 @@ def check_shapes(op: str, expected: Mapping[str, tuple[Array, tuple[str, ...]]])
     must have its first size, and `name+1` one more.
 
     Raises:
-        KernelArgumentError: a wrong number of dimensions, or a size that contradicts an earlier one.
+        KernelArgumentError: a wrong number of dimensions, or sizes that contradict each other.
     """
     sizes: dict[str, int] = {}
     for argument, (array, dims) in expected.items():

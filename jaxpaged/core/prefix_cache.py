@@ -125,9 +125,7 @@ class PrefixCache:
             raise InvariantError("prefix cache: the two directions name different pages")
         lost = [page_id for page_id in self._by_page if not self.pool.is_kept(page_id)]
         if lost or len(self._by_page) != self.pool.num_kept:
-            raise InvariantError(
-                f"prefix cache: the pool keeps other pages; lost {lost}"
-            )
+            raise InvariantError(f"prefix cache: the pool keeps other pages; lost {lost}")
 
     def _enter(self, key: bytes, page_id: int, parent: int | str, token_bytes: bytes) -> int:
         entry = self._by_key.get(key)
