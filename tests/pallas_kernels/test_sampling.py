@@ -123,6 +123,13 @@ def test_top_p_is_a_share_of_what_top_k_and_min_p_left():
     assert one_row(probabilities, top_p=0.55, min_p=0.7) == [0]
 
 
+def test_top_p_is_a_share_of_all_that_equal_the_kth_however_many_they_are():
+    logits = np.zeros(LARGE, np.float32)
+    logits[::1000] = np.log(LARGE * 1.5 / 9)  # 9 tokens with 60 % of the mass
+    assert len(one_row(logits, top_k=50, top_p=0.605)) == LARGE
+    assert len(one_row(logits, top_k=50, top_p=0.59)) == 9
+
+
 def test_top_k_counts_what_min_p_left():
     assert one_row(np.log([0.4, 0.3, 0.2, 0.1]), top_k=3, min_p=0.6) == [0, 1]
 
