@@ -31,6 +31,7 @@ def _run(argv: Sequence[str], prog: str) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every device it lacks
     try:
         listening = bind(settings)
     except OSError as error:

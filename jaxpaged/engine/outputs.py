@@ -34,10 +34,8 @@ class RequestMetrics:
     """Times in seconds on the monotonic clock."""
 
     arrival_time: float
-    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
-    num_preemptions: int = 0
 
 
 @dataclass
