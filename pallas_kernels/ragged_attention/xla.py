@@ -27,7 +27,7 @@ class _Blocks(NamedTuple):
     kv: int  # KV tokens
 
 
-_CPU_BLOCKS = _Blocks(rows=4, q=32, kv=128)  # measured: docs/decisions/0002-xla-attention.md
+_CPU_BLOCKS = _Blocks(rows=4, q=32, kv=128)  # measured: docs/decisions/0004-xla-attention.md
 _GPU_BLOCKS = _Blocks(rows=64, q=128, kv=256)  # 33 MB of gathered K at 8 KV heads of 128, bf16
 
 
