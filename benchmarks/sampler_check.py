@@ -138,7 +138,7 @@ def bodies(rows: int):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Check and time the sampler's ops.")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--repeats", type=int, default=20)

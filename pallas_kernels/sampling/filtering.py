@@ -131,12 +131,14 @@ def _find_thresholds(
         search = _search_best_blocks(search, blocks, best_of_block, whole, top_p)
     if jax.default_backend() != "cpu":
         return _value(_search(search, logits, best, top_p, _GPU_TRIES, keep_mass=False))
+
+    def search_row(row: tuple[_Search, Array, Array, Array]) -> Array:
+        search, logits, best, top_p = row
+        return _search(search, logits, best, top_p, _CPU_TRIES, keep_mass=True)
+
     # row by row, so that a pass stays in the cache, and rows that are done cost none
-    row_by_row = lax.map(
-        lambda row: _search(*row, _CPU_TRIES, keep_mass=True),
-        jax.tree.map(lambda x: x[:, None], (search, logits, best, top_p)),
-    )
-    return _value(row_by_row[:, 0])
+    rows_of_one = jax.tree.map(lambda x: x[:, None], (search, logits, best, top_p))
+    return _value(lax.map(search_row, rows_of_one)[:, 0])
 
 
 def _apply_min_p(
