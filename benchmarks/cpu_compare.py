@@ -9,6 +9,7 @@ Python needs torch, transformers and gguf; nothing else of it is used.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 THREADS = 2
-PROMPT_TOKENS, NEW_TOKENS = 64, 64
+PROMPT_TOKENS, NEW_TOKENS = 32, 32
 GIB = 2**30
 
 
@@ -99,7 +100,10 @@ def read_bandwidth() -> float:
 
 def start(python: str, side: str, model: str) -> subprocess.Popen:
     command = [python, __file__, "--child", side, "--model", model]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # threads of the side that waits its turn must sleep, not spin
+    env = os.environ | {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    child = subprocess.Popen(command, text=True, env=env, **pipes)
     while child.stdout.readline().strip() != "ready":
         if child.poll() is not None:
             sys.exit(f"the child for {side} ended with {child.returncode}")
@@ -143,6 +147,7 @@ def main() -> None:
         for _ in range(args.runs):
             for side, child in children.items():
                 runs[side].append(ask(child, batch))
+                print(side, batch, round(runs[side][-1], 2), file=sys.stderr, flush=True)
         best = {side: max(values) for side, values in runs.items()}
         result[f"batch {batch}"] = {
             "ours_best": round(best["ours"], 1),

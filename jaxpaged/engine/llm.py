@@ -190,7 +190,14 @@ class LLM:
         self.parts.engine.scheduler.cache.reset()
 
     def update_params(self, params: Params) -> None:
-        """Serve other weights from the next step on; cached pages are forgotten."""
+        """Serve other weights from now on; cached pages are forgotten.
+
+        Raises:
+            RequestError: requests are running, whose pages hold the present weights' KV.
+            InvariantError: a shape or type differs.
+        """
+        if self.parts.engine.has_work:
+            raise RequestError("update_params: requests are running; finish or abort them first")
         self.parts.engine.runner.update_params(params)
         self.reset_prefix_cache()
 
