@@ -226,18 +226,14 @@ def _narrow(
     """Try some thresholds between `low` and `high` in one pass."""
     low, high = _value(search.low), _value(search.high)
     weights = jnp.where(search.by_mass[:, None], mass, 1)
-
-    def kept(threshold):
-        return jnp.sum(jnp.where(logits >= threshold[:, None], weights, 0), axis=1)
-
     keys = _choose_tries(search, tries)
-    amounts = [kept(_value(key)) for key in keys]
-    low_amount = kept(low)
+    # no logit lies between lowest and low, nor between highest and high: they keep the same
+    *amounts, low_amount, lowest, highest = _reduce_together(
+        [jnp.where(logits >= _value(key)[:, None], weights, 0) for key in [*keys, search.low]],
+        jnp.where(logits >= low[:, None], logits, jnp.inf),
+        jnp.where(logits <= high[:, None], logits, -jnp.inf),
+    )
     wanted = jnp.where(search.is_fresh, top_p * (low_amount + search.rest), search.wanted)
-
-    # no logit lies between these and the old ends, so they keep the same
-    lowest = jnp.min(jnp.where(logits >= low[:, None], logits, jnp.inf), axis=1)
-    highest = jnp.max(jnp.where(logits <= high[:, None], logits, -jnp.inf), axis=1)
     low_key = jnp.maximum(search.low, _key(lowest))
     high_key = jnp.minimum(search.high, _key(highest))
     over_amount = search.over_amount
@@ -255,6 +251,26 @@ def _narrow(
         over_amount=over_amount,
         wanted=wanted,
     )
+
+
+def _reduce_together(
+    to_sum: list[Float[Array, "rows places"]],
+    to_min: Float[Array, "rows places"],
+    to_max: Float[Array, "rows places"],
+) -> list[Float[Array, " rows"]]:
+    """The sums, the minimum and the maximum of each row."""
+    if jax.default_backend() == "cpu":  # which vectorises single reductions only
+        sums = [jnp.sum(x, axis=1) for x in to_sum]
+        return [*sums, jnp.min(to_min, axis=1), jnp.max(to_max, axis=1)]
+
+    def join(left, right):
+        sums = [x + y for x, y in zip(left[:-2], right[:-2], strict=True)]
+        return (*sums, jnp.minimum(left[-2], right[-2]), jnp.maximum(left[-1], right[-1]))
+
+    # one reduction reads the memory once; of single ones XLA fuses no more than eight
+    zero, infinity = jnp.float32(0), jnp.float32(jnp.inf)
+    start = (*[zero] * len(to_sum), infinity, -infinity)
+    return list(lax.reduce((*to_sum, to_min, to_max), start, join, (1,)))
 
 
 def _choose_tries(search: _Search, tries: _Tries) -> list[Int32[Array, " rows"]]:
