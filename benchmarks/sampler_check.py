@@ -158,7 +158,7 @@ def main() -> int:
         return int(wrong > 0)
     for variant in args.variants:
         tries, filtering._BLOCK, filtering._NUM_BLOCKS = map(int, variant.split(":"))
-        filtering._GPU_TRIES = filtering._Tries(even=tries, in_order=1)
+        filtering._GPU_TRIES = filtering.Tries(even=tries, in_order=1)
         jax.clear_caches()
         for logits_kind in ("flat", "peaked"):
             logits = logits_of(logits_kind, args.rows, args.vocab)
