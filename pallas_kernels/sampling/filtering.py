@@ -15,8 +15,6 @@ from pallas_kernels.sampling.search import Search, Tries, find_highest, key_of, 
 _OP = "filter_logits"
 _BLOCK = 32  # neighbouring logits that are kept or set aside together
 _NUM_BLOCKS = 256  # of each row are looked through first
-
-
 _CPU_TRIES = Tries(even=3, in_order=1)
 _GPU_TRIES = Tries(even=14, in_order=1)
 _GPU_TRIES_IN_CACHE = Tries(even=30, in_order=1)
