@@ -56,6 +56,9 @@ def pick(logits: Float[Array, "seqs vocab"], sampling: SamplingBatch) -> Int32[A
     kept = filter_logits(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
     vocab = logits.shape[-1]
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(row_keys(sampling))
+    if jax.default_backend() == "cpu":
+        # merged into the argmax the noise is made anew for each comparison: twice as slow there
+        noise = jax.lax.optimization_barrier(noise)
     # a row whose logits are NaN must still give a token id inside the vocabulary
     return jnp.where(is_greedy, pick_greedy(logits), pick_greedy(kept + noise))
 
