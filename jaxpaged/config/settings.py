@@ -141,7 +141,8 @@ class CompileSettings:
     """Which programs are compiled, and when."""
 
     warmup: Literal["auto", "all", "lazy"] = setting(
-        "auto", "compile all buckets before ready, or each when first met; auto: all on a server"
+        "auto",
+        "compile all buckets before ready, or each when first met; auto: all on a GPU server",
     )
     compile_cache_dir: str | None = setting(
         None, "where finished programs are kept (default: ~/.cache/jaxpaged; empty: nowhere)"

@@ -74,7 +74,8 @@ def build_engine(
     Args:
         attention: takes the place of paged attention in every layer; programs are then not kept on
             disk, since a function has no name that outlives the process.
-        warm: compile every bucket now where `--warmup` is auto.
+        warm: on a GPU, compile every bucket now where `--warmup` is auto. On a CPU a program takes
+            seconds even to load, so each comes when it is first met.
 
     Raises:
         ConfigError, WeightsError: nothing was started; the text says what to change.
@@ -100,7 +101,8 @@ def build_engine(
     with _timed(phases, "page pool"):
         model, config = _fix_sizes(config, loaded.config, platform)
         runner, parts = _device_side(config, model, loaded, dtype, attention, logits_processors)
-    if config.compile.warmup == "all" or (config.compile.warmup == "auto" and warm):
+    wants_warm = warm and platform != "cpu"
+    if config.compile.warmup == "all" or (config.compile.warmup == "auto" and wants_warm):
         with _timed(phases, "programs"):
             _warm_up(runner, parts.ladder, show_progress)
     metrics = EngineMetrics(_served_name(config), model.max_len)
