@@ -62,6 +62,14 @@ class EngineMetrics:
         lengths = _one_two_five(max_model_len)
         self._running = self._gauge("num_requests_running", "sequences in steps")
         self._waiting = self._gauge("num_requests_waiting", "sequences waiting")
+        reasons = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "sequences waiting, by what for",
+            [*self._labels, "reason"],
+            registry=self.registry,
+        )
+        self._waiting_for_capacity = reasons.labels(**self._labels, reason="capacity")
+        reasons.labels(**self._labels, reason="deferred").set(0)  # nothing is held back by choice
         self._usage = self._gauge("kv_cache_usage_perc", "share of pages held, 0 to 1")
         self._compilations = self._gauge(
             "num_compilations", "programs compiled since start", prefix="jaxpaged"
@@ -112,6 +120,7 @@ class EngineMetrics:
         self._output_tokens.inc(num_new_tokens)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
+        self._waiting_for_capacity.set(load.num_waiting)
         self._usage.set(load.kv_cache_usage)
         self._compilations.set(load.num_compilations)
         self._preemptions.inc(load.num_preemptions - before.num_preemptions)
