@@ -34,7 +34,6 @@ class FinishedSequence:
     max_tokens: int
     e2e_s: float
     queue_s: float | None
-    first_token_s: float | None  # from arrival
     prefill_s: float | None  # from first scheduled to first token
     decode_s: float | None  # from first token to last
 

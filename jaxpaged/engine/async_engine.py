@@ -195,10 +195,6 @@ class AsyncLLM:
         if sink is not None:
             sink.fail(EngineStopped(f"request {request_id} was aborted"))
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Run `function` in the engine's thread between two steps."""
-        self._send(function)
-
     def stop(self) -> None:
         """Stop the thread after its present step; the engine itself can be used again."""
         self._closing = True

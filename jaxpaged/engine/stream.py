@@ -106,7 +106,6 @@ class Stream:
             max_tokens=seq.request.max_tokens,
             e2e_s=now - arrival,
             queue_s=None if start is None else start - arrival,
-            first_token_s=None if first is None else first - arrival,
             prefill_s=None if start is None or first is None else first - start,
             decode_s=None if first is None else now - first,
         )
