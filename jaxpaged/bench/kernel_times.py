@@ -1,14 +1,57 @@
-"""Where a step's time goes on a GPU: seconds by kernel, from JAX's own profiler."""
+"""What a GPU did and when, kernel by kernel, from the trace that JAX's own profiler writes."""
 
 import gzip
 import json
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+
+HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")  # they run beside the kernels and count as neither
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """One run of a kernel, in microseconds since some moment."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Where the time of some whole steps went, in microseconds."""
+
+    steps: int
+    span: float
+    busy: float  # at least one kernel runs
+    between: float  # the largest gaps, as many as there are steps
+
+
+class DeviceTrace:
+    """Records the GPU's kernels from `start` to `stop`; the host's own events are left out."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory()
+
+    def start(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.host_tracer_level = options.python_tracer_level = 0
+        jax.profiler.start_trace(self._folder.name, profiler_options=options)
+
+    def stop(self) -> list[KernelRun]:
+        """The kernels in order of their start; none where the profiler sees no GPU."""
+        jax.profiler.stop_trace()
+        runs: list[KernelRun] = []
+        for file in Path(self._folder.name).rglob("*.trace.json.gz"):
+            runs += kernel_runs(json.loads(gzip.decompress(file.read_bytes())))
+        self._folder.cleanup()
+        return sorted(runs, key=lambda run: run.start)
 
 
 def kernel_times(function: Callable[[], Any]) -> dict[str, tuple[int, float]]:
@@ -16,27 +59,60 @@ def kernel_times(function: Callable[[], Any]) -> dict[str, tuple[int, float]]:
 
     Empty where the profiler sees no device, as on a CPU.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            function()
-        totals: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-        for file in Path(folder).rglob("*.trace.json.gz"):
-            for name, micros in _device_events(json.loads(gzip.decompress(file.read_bytes()))):
-                count, total = totals[name]
-                totals[name] = (count + 1, total + micros)
+    trace = DeviceTrace()
+    trace.start()
+    try:
+        jax.block_until_ready(function())
+    finally:
+        runs = trace.stop()
+    totals: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for run in runs:
+        count, micros = totals[run.name]
+        totals[run.name] = (count + 1, micros + run.end - run.start)
     return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
 
-def _device_events(trace: dict[str, Any]) -> list[tuple[str, float]]:
+def kernel_runs(trace: dict[str, Any]) -> list[KernelRun]:
+    """What ran on the streams of the GPUs of a trace in Chrome's format."""
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {
         (e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"
     }
     return [
-        (e["name"], float(e["dur"]))
+        KernelRun(e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"]))
         for e in events
         if e.get("ph") == "X"
         and "/device:GPU" in processes.get(e["pid"], "")
         and threads.get((e["pid"], e["tid"]), "").startswith("Stream")
     ]
+
+
+def idle_time(runs: Sequence[KernelRun], num_steps: int, skip: int) -> Idle | None:
+    """Idle time over whole steps: a trace of about `num_steps` equal ones, less the first `skip`.
+
+    A kernel that runs once a step, or a few times, marks where each begins. None without kernels.
+    """
+    kernels = [run for run in runs if not run.name.startswith(HOST_COPIES)]
+    starts = _step_starts(kernels, num_steps)[skip:]
+    if len(starts) < 2:
+        return None
+    gaps, end = [], starts[0]
+    for run in kernels:
+        if starts[0] <= run.start < starts[-1]:
+            gaps.append(max(run.start - end, 0.0))
+            end = max(end, run.end)
+    gaps.append(max(starts[-1] - end, 0.0))
+    span, steps = starts[-1] - starts[0], len(starts) - 1
+    gaps.sort(reverse=True)
+    return Idle(steps, span, span - sum(gaps), sum(gaps[:steps]))
+
+
+def _step_starts(kernels: Sequence[KernelRun], num_steps: int) -> list[float]:
+    counts = Counter(run.name for run in kernels)
+    often = [name for name, count in counts.items() if count >= num_steps - 2]
+    if not often:
+        return []
+    marker = min(often, key=lambda name: counts[name])
+    starts = [run.start for run in kernels if run.name == marker]
+    return starts[:: max(1, round(len(starts) / num_steps))]

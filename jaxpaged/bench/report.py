@@ -2,8 +2,6 @@
 
 import json
 import platform
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,26 +16,31 @@ class Report:
         self._out, self._file = out, file
         self._lines: list[dict[str, Any]] = []
 
-    def header(self) -> None:
-        """Say what is measured on: command, date, versions, device."""
-        self._write(
-            {
-                "command": shlex.join(["python", "-m", "jaxpaged", *sys.argv[1:]]),
-                "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "python": platform.python_version(),
-                "driver": getattr(jax.devices()[0].client, "platform_version", ""),
-            }
-        )
+    def header(self, command: str, *, opens_device: bool) -> None:
+        """Say what is measured on: command, date, versions, and the device if it may be opened."""
+        line = {
+            "command": command,
+            "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        }
+        if opens_device:
+            device = jax.devices()[0]
+            line["device"] = device.device_kind
+            line["driver"] = getattr(device.client, "platform_version", "")
+        self._write(line)
 
     def phases(self, seconds: dict[str, float]) -> None:
         self._write({"phases_s": {name: round(s, 2) for name, s in seconds.items()}})
 
     def add(self, label: str, line: dict[str, Any]) -> None:
         """Add one measurement."""
-        line = {"label": label} | line
-        self._lines.append(line)
+        self.take({"label": label} | line)
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Add a line as it is; only those of measurements come into the table."""
+        if "label" in line:
+            self._lines.append(line)
         self._write(line)
 
     def kernels(self, times: dict[str, tuple[int, float]], most: int) -> None:

@@ -10,13 +10,16 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from jaxpaged.bench.idle import measure_idle
 from jaxpaged.bench.kernel_times import kernel_times
 from jaxpaged.bench.report import Report
 from jaxpaged.bench.roofline import CEILINGS, StepCost, floor_seconds
+from jaxpaged.bench.targets import STEP_MS
 from jaxpaged.config.flags import add_engine_flags, config_from_args
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.engine.factory import build_engine
+from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.runner import Runner
 from jaxpaged.errors import ConfigError
 
@@ -30,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampler", default="greedy", choices=("greedy", "sampled", "full"))
     parser.add_argument("--steps", type=int, default=50, help="timed steps of each case")
     parser.add_argument("--label", default="", help="names the model in the report")
+    parser.add_argument(
+        "--idle-steps",
+        type=int,
+        default=0,
+        help="also trace this many decodes of the whole engine: how long the GPU waits",
+    )
     parser.add_argument("--kernels", type=int, default=0, help="list this many kernels by time")
     add_engine_flags(parser)
 
@@ -38,7 +47,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     """Time each case; `host_ms` is what dispatching a step costs this thread."""
     config = config_from_args(args)
     config = replace(config, compile=replace(config.compile, warmup="lazy"))
-    parts = build_engine(config)
+    llm = LLM.from_parts(build_engine(config))
+    parts = llm.parts
     report.phases(parts.phases_s)
     runner, model = parts.engine.runner, parts.model
     page_size = parts.config.cache.page_size
@@ -54,27 +64,37 @@ def run(args: argparse.Namespace, report: Report) -> None:
             num_pages=num_pages,
             context=context,
         )
-        for _ in range(3):
-            runner.read(runner.dispatch(batch))
-        start = time.monotonic()
-        pending, host = [], 0.0
-        for _ in range(args.steps):
-            before = time.monotonic()
-            pending.append(runner.dispatch(batch))
-            host += time.monotonic() - before
-        runner.read(pending[-1])
-        seconds = (time.monotonic() - start) / args.steps
+        seconds, host_s = _timed(runner, batch, args.steps)
         line = {"rows": rows, "context": context, "sampler": args.sampler}
-        line |= {"ms": round(1e3 * seconds, 3), "host_ms": round(1e3 * host / args.steps, 3)}
+        line |= {"ms": round(1e3 * seconds, 3), "host_ms": round(1e3 * host_s, 3)}
         if ceilings is not None:
             cost = StepCost(rows, rows, rows * context, rows * context)
             itemsize = runner.state.kv_pages[0].k.dtype.itemsize
             floor = floor_seconds(model, cost, ceilings, itemsize)
             line |= {"roofline_ms": round(1e3 * floor, 3), "of_roofline": round(floor / seconds, 3)}
+        target = STEP_MS.get((rows, context))
+        if target is not None and args.label == "llama3-8b" and args.sampler == "greedy":
+            line |= target.columns()
+        if args.idle_steps:
+            line |= measure_idle(llm, rows, context, args.idle_steps)
         report.add(args.label or parts.config.model.model, line)
         if args.kernels:
             report.kernels(_profiled(runner, batch), args.kernels)
-    runner.close()
+    llm.close()
+
+
+def _timed(runner: Runner, batch: HostBatch, steps: int) -> tuple[float, float]:
+    """Seconds of a step, and seconds that this thread needs to start one."""
+    for _ in range(3):
+        runner.read(runner.dispatch(batch))
+    start = time.monotonic()
+    pending, host = [], 0.0
+    for _ in range(steps):
+        before = time.monotonic()
+        pending.append(runner.dispatch(batch))
+        host += time.monotonic() - before
+    runner.read(pending[-1])
+    return (time.monotonic() - start) / steps, host / steps
 
 
 def _profiled(runner: Runner, batch: HostBatch) -> dict[str, tuple[int, float]]:

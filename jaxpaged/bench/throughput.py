@@ -3,78 +3,129 @@
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxpaged.bench.report import Report
 from jaxpaged.bench.roofline import CEILINGS, StepCost, floor_seconds, step_cost
+from jaxpaged.bench.targets import WORKLOAD_UNITS, Target, workload_target
 from jaxpaged.bench.workloads import WORKLOADS, WorkItem, build, digest
 from jaxpaged.config.flags import add_engine_flags, config_from_args
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Request
 from jaxpaged.engine.factory import build_engine
 from jaxpaged.engine.llm import LLM
+from jaxpaged.errors import ConfigError, InvariantError
+
+LATENCY_RUNS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="names, comma-separated")
     parser.add_argument("--runs", type=int, default=2, help="runs of each; latency takes five")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="after so long in this process each workload runs once only",
+    )
     parser.add_argument("--label", default="", help="names the model in the report")
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure each workload; `seconds` is the best run (latency: the median)."""
+    begin = time.monotonic()
+    names = workload_names(args.workloads)
     llm = LLM.from_parts(build_engine(config_from_args(args), warm=True, show_progress=True))
-    engine, model = llm.parts.engine, llm.model_config
     report.phases(llm.parts.phases_s)
-    for name in args.workloads.split(","):
-        items = build(WORKLOADS[name], model.vocab)
-        _once(llm, items[:8])
-        before = engine.runner.num_compilations
-        costs: list[StepCost] = []
-        engine.on_step = lambda plan, costs=costs: costs.append(step_cost(plan))
-        runs = []
-        for _ in range(5 if name == "latency" else args.runs):
-            costs.clear()
-            runs.append(_once(llm, items))
-        engine.on_step = None
-        best = min(runs, key=lambda r: r[0])
-        seconds = statistics.median(r[0] for r in runs) if name == "latency" else best[0]
-        line = _line(name, items, seconds, [r[0] for r in runs], best[1])
-        line |= _compared(llm, costs, best[0], engine.runner.num_compilations - before)
-        report.add(args.label or args.__dict__.get("model.model", ""), line)
+    label = args.label or args.__dict__.get("model.model", "")
+    for name in names:
+        items = build(WORKLOADS[name], llm.model_config.vocab)
+        run_once(llm, items[:8])
+        before = llm.parts.engine.runner.num_compilations
+        runs: list[Run] = []
+        wanted = LATENCY_RUNS if name == "latency" else args.runs
+        while len(runs) < wanted and (not runs or time.monotonic() - begin < args.seconds):
+            runs.append(run_once(llm, items))
+        line = _line(name, items, runs)
+        best = min(runs, key=lambda one: one.seconds)
+        line |= _padding(best) | of_roofline(llm, best)
+        line["compilations"] = llm.parts.engine.runner.num_compilations - before
+        target = workload_target(label, name)
+        if target is not None:
+            line |= target.columns() | {"of_peer": _of_peer(line[WORKLOAD_UNITS[name][1]], target)}
+        report.add(label, line)
     llm.close()
 
 
-def _once(llm: LLM, items: list[WorkItem]) -> tuple[float, float]:
-    """Seconds for all requests, and seconds to the first token of the first."""
-    inputs = llm.parts.inputs
+def workload_names(text: str) -> list[str]:
+    """The workloads named, comma-separated.
+
+    Raises:
+        ConfigError: one that there is not.
+    """
+    names = text.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise ConfigError(f"--workloads: {name!r} is none of {', '.join(WORKLOADS)}")
+    return names
+
+
+def _of_peer(value: float, target: Target) -> float:
+    """How many times as fast as the peer."""
+    assert target.peer is not None
+    return round(target.peer / value if target.unit == "ms" else value / target.peer, 3)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One go through a workload."""
+
+    seconds: float
+    first_token_s: float  # of the request that was done last
+    costs: list[StepCost]  # of every step
+    padded_tokens: int
+
+
+def run_once(llm: LLM, items: list[WorkItem]) -> Run:
+    """All requests at once, ids in and ids out.
+
+    Raises:
+        InvariantError: an answer that is not as long as asked.
+    """
+    engine, inputs = llm.parts.engine, llm.parts.inputs
     jobs: list[tuple[str | None, Request]] = []
+    lengths: dict[str, int] = {}
     for item in items:
         params = SamplingParams(
             temperature=0.0, max_tokens=item.output_len, ignore_eos=True, detokenize=False
         )
-        jobs.append((None, inputs.request(item.prompt, params)))
+        request = inputs.request(item.prompt, params)
+        jobs.append((None, request))
+        lengths[request.request_id] = item.output_len
     llm.reset_prefix_cache()
-    start = time.monotonic()
-    first = 0.0
+    costs: list[StepCost] = []
+    engine.on_step = lambda plan: costs.append(step_cost(plan))
+    padded, first, start = engine.num_padded_tokens, 0.0, time.monotonic()
     for output in llm.run(jobs, max_inflight=len(jobs)):
-        made = sum(len(answer.token_ids) for answer in output.outputs)
-        wanted = items[[job[1].request_id for job in jobs].index(output.request_id)].output_len
-        if made != wanted:
-            raise RuntimeError(f"{output.request_id}: {made} tokens, asked were {wanted}")
+        made, asked = len(output.outputs[0].token_ids), lengths[output.request_id]
+        if made != asked:
+            raise InvariantError(f"{output.request_id}: {made} tokens, asked were {asked}")
         if output.metrics is not None and output.metrics.first_token_time is not None:
             first = output.metrics.first_token_time - start
-    return time.monotonic() - start, first
+    seconds = time.monotonic() - start
+    engine.on_step = None
+    return Run(seconds, first, costs, engine.num_padded_tokens - padded)
 
 
-def _line(
-    name: str, items: list[WorkItem], seconds: float, runs: list[float], first_token_s: float
-) -> dict[str, Any]:
+def _line(name: str, items: list[WorkItem], runs: list[Run]) -> dict[str, Any]:
     prompt_tokens = sum(len(item.prompt) for item in items)
     output_tokens = sum(item.output_len for item in items)
+    all_s = [run.seconds for run in runs]
+    seconds = statistics.median_low(all_s) if name == "latency" else min(all_s)
     line = {
         "workload": name,
         "n": len(items),
@@ -82,27 +133,28 @@ def _line(
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "seconds": round(seconds, 4),
-        "all_s": [round(s, 4) for s in runs],
+        "all_s": [round(s, 4) for s in all_s],
         "output_tok_per_s": round(output_tokens / seconds, 1),
         "prompt_tok_per_s": round(prompt_tokens / seconds, 1),
     }
     if name == "latency":
-        line["ms_first_token"] = round(1e3 * first_token_s, 3)
-        after = (seconds - first_token_s) / (output_tokens - 1)
-        line["ms_per_token_after_first"] = round(1e3 * after, 4)
+        first = next(run.first_token_s for run in runs if run.seconds == seconds)
+        line["ms_first_token"] = round(1e3 * first, 3)
+        line["ms_per_token_after_first"] = round(1e3 * (seconds - first) / (output_tokens - 1), 4)
     return line
 
 
-def _compared(
-    llm: LLM, costs: list[StepCost], seconds: float, num_compilations: int
-) -> dict[str, Any]:
-    """The run beside its floor, and what must stay zero."""
-    compared: dict[str, Any] = {"steps": len(costs), "compilations": num_compilations}
+def _padding(run: Run) -> dict[str, Any]:
+    real = sum(cost.num_tokens for cost in run.costs)
+    share = run.padded_tokens / (real + run.padded_tokens)
+    return {"steps": len(run.costs), "step_tokens": real, "padded_share": round(share, 4)}
+
+
+def of_roofline(llm: LLM, run: Run) -> dict[str, Any]:
+    """The least time for a run's steps, and its share of the run; nothing on unknown devices."""
     ceilings = CEILINGS.get(jax.devices()[0].device_kind)
-    if ceilings is not None:
-        itemsize = llm.parts.engine.runner.state.kv_pages[0].k.dtype.itemsize
-        floor = sum(floor_seconds(llm.model_config, cost, ceilings, itemsize) for cost in costs)
-        compared |= {"roofline_s": round(floor, 4), "of_roofline": round(floor / seconds, 3)}
-    padded = llm.parts.engine.num_padded_tokens
-    real = sum(cost.num_tokens for cost in costs)
-    return compared | {"step_tokens": real, "padded_tokens_since_start": padded}
+    if ceilings is None:
+        return {}
+    itemsize = llm.parts.engine.runner.state.kv_pages[0].k.dtype.itemsize
+    floor = sum(floor_seconds(llm.model_config, cost, ceilings, itemsize) for cost in run.costs)
+    return {"roofline_s": round(floor, 4), "of_roofline": round(floor / run.seconds, 3)}
