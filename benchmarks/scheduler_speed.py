@@ -64,14 +64,14 @@ def time_steps(num_seqs: int, params: SamplingParams, num_steps: int) -> dict[st
     for seq_id in range(num_seqs):
         scheduler.add(sequence(seq_id, params))
     times: dict[str, list[float]] = {"schedule": [], "choose": [], "build": [], "commit": []}
-    ahead = StepPlan(())
+    ahead = StepPlan()
     while len(times["commit"]) < num_steps:
         plan, plan_s = timed(scheduler.schedule)
         bucket, choose_s = timed(lambda plan=plan: ladder.choose(plan))
         _, build_s = timed(lambda plan=plan, bucket=bucket: builder.build(plan, bucket))
-        sampled = [11 if row.samples else None for row in ahead.rows]
+        sampled = [11 if samples else None for samples in ahead.columns.samples]
         _, commit_s = timed(lambda ahead=ahead, sampled=sampled: scheduler.commit(ahead, sampled))
-        if ahead.num_tokens == len(ahead.rows) == num_seqs:
+        if ahead.num_tokens == ahead.num_rows == num_seqs:
             for name, seconds in zip(times, (plan_s, choose_s, build_s, commit_s), strict=True):
                 times[name].append(seconds)
         ahead = plan

@@ -1,14 +1,13 @@
 """From a step plan to the packed words that the device takes."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.logit_edits import RowEdits, row_edits
 from jaxpaged.core.packing import HostBatch, PackedLayout
-from jaxpaged.core.plan import PlannedRow, StepPlan
+from jaxpaged.core.plan import RowColumns, StepPlan
 from jaxpaged.core.sequence import Sequence
 from jaxpaged.errors import InvariantError
 
@@ -23,8 +22,8 @@ class BatchBuilder:
     """Writes each step's arrays. Owned by the engine's thread.
 
     What stays the same from step to step is kept in arrays by slot and gathered; a slot is filled
-    again when another sequence gets it, or the same one after preemption. To be called after each
-    `schedule` and before the next `schedule` or `commit`.
+    again when it meets another list of pages: another sequence's, or a new one of the same. To be
+    called after each `schedule` and before the next `schedule` or `commit`.
 
     Args:
         processors: logits processors by name, each with its bit's place.
@@ -45,7 +44,7 @@ class BatchBuilder:
         slots = max_num_seqs + 1
         self._page_table = np.zeros((slots, pages_per_seq), np.int32)
         self._num_pages = [0] * slots
-        self._owners = [(-1, -1)] * slots  # seq_id and num_preemptions
+        self._owners: list[list[int]] = [[]] * slots  # page lists; another one is filled anew
         self._edits: list[RowEdits | None] = [None] * slots
         self._fields: Views = {
             "temperature": np.zeros(slots, np.float32),
@@ -69,7 +68,7 @@ class BatchBuilder:
         Raises:
             InvariantError: the plan does not fit into the bucket.
         """
-        rows, num_tokens = plan.rows, plan.num_tokens
+        rows, num_tokens = plan.columns, plan.num_tokens
         if len(rows) > bucket.num_seqs or num_tokens > bucket.num_tokens:
             raise InvariantError(
                 f"{len(rows)} rows of {num_tokens} tokens do not fit into {bucket}"
@@ -77,9 +76,10 @@ class BatchBuilder:
         layout = self._layout(bucket)
         packed = np.zeros(layout.size, np.int32)
         views = layout.views(packed)
-        slots = self._follow(rows)
-        starts = np.array([row.start for row in rows], np.int32)
-        q_lens = np.array([row.q_len for row in rows], np.int32)
+        self._follow(rows)
+        slots = np.array(rows.slots, np.int32)
+        starts = np.array(rows.starts, np.int32)
+        q_lens = np.array(rows.q_lens, np.int32)
         self._fill_tokens(views, rows, slots, starts, q_lens)
         self._fill_rows(views, bucket, slots, starts + q_lens, q_lens)
         if bucket.sampler != "greedy":
@@ -95,22 +95,22 @@ class BatchBuilder:
             self._layouts[bucket] = PackedLayout(bucket, self.pages_per_seq, self.vocab)
         return self._layouts[bucket]
 
-    def _follow(self, rows: Seq[PlannedRow]) -> np.ndarray:
-        """Bring the arrays by slot up to date with these rows' sequences; their slots."""
-        for row in rows:
-            seq, slot = row.seq, row.slot
-            owner = self._owners[slot]
-            if owner[0] != seq.seq_id or owner[1] != seq.num_preemptions:
+    def _follow(self, rows: RowColumns) -> None:
+        """Bring the arrays by slot up to date with these rows' sequences."""
+        owners, num_pages = self._owners, self._num_pages
+        for seq, slot in zip(rows.seqs, rows.slots, strict=True):
+            page_ids = seq.page_ids
+            if owners[slot] is page_ids and num_pages[slot] == len(page_ids):
+                continue
+            if owners[slot] is not page_ids:
                 self._begin(seq, slot)
-            first = self._num_pages[slot]
-            if len(seq.page_ids) > first:
-                self._page_table[slot, first : len(seq.page_ids)] = seq.page_ids[first:]
-                self._num_pages[slot] = len(seq.page_ids)
-        return np.array([row.slot for row in rows], np.int32)
+            first = num_pages[slot]
+            self._page_table[slot, first : len(page_ids)] = page_ids[first:]
+            num_pages[slot] = len(page_ids)
 
     def _begin(self, seq: Sequence, slot: int) -> None:
         params, seed = seq.request.params, seq.request.seed
-        self._owners[slot] = (seq.seq_id, seq.num_preemptions)
+        self._owners[slot] = seq.page_ids
         self._page_table[slot] = 0
         self._num_pages[slot] = 0
         is_greedy = params.temperature < LEAST_TEMPERATURE
@@ -131,20 +131,15 @@ class BatchBuilder:
     def _fill_tokens(
         self,
         views: Views,
-        rows: Seq[PlannedRow],
+        rows: RowColumns,
         slots: np.ndarray,
         starts: np.ndarray,
         q_lens: np.ndarray,
     ) -> None:
-        ids: list[int] = []
-        for row in rows:
-            known, start = row.seq.token_ids, row.start
-            if row.q_len == 1:
-                ids.append(known[start] if start < len(known) else 0)
-            else:
-                ids += known[start : start + row.q_len]
-        num_known = np.array([len(row.seq.token_ids) for row in rows], np.int32)
-        total = len(ids)
+        num_known = np.array([len(seq.token_ids) for seq in rows.seqs], np.int32)
+        total = int(q_lens.sum())
+        if (starts < num_known).any():
+            views["token_ids"][:total] = _known_ids(rows)
         if total == len(rows):
             positions, row_slots = starts, slots
         else:
@@ -152,7 +147,6 @@ class BatchBuilder:
             positions = np.arange(total, dtype=np.int32) - np.repeat(firsts - starts, q_lens)
             row_slots, num_known = np.repeat(slots, q_lens), np.repeat(num_known, q_lens)
         pages = self._page_table[row_slots, positions // self.page_size]
-        views["token_ids"][:total] = ids
         views["positions"][:total] = positions
         views["slot_mapping"][:total] = pages * self.page_size + positions % self.page_size
         views["from_last"][:total] = positions >= num_known
@@ -187,32 +181,43 @@ class BatchBuilder:
         views["top_p"][num:] = 1.0
         views["position"][:num] = positions
 
-    def _fill_edits(self, views: Views, rows: Seq[PlannedRow], slots: np.ndarray) -> None:
+    def _fill_edits(self, views: Views, rows: RowColumns, slots: np.ndarray) -> None:
         num = len(rows)
         for name, values in self._edit_fields.items():
             views[name][:num] = values[slots]
         views["repetition_penalty"][num:] = 1.0
-        views["counts_row"][:num] &= [row.samples for row in rows]
+        views["counts_row"][:num] &= rows.samples
         views["bias_ids"][:] = self.vocab
         views["mask"][:] = _ALL_ALLOWED
-        for i, row in enumerate(rows):
-            edits = self._edits[row.slot]
-            if edits is None or not row.samples:
+        for i, (slot, samples) in enumerate(zip(rows.slots, rows.samples, strict=True)):
+            edits = self._edits[slot]
+            if edits is None or not samples:
                 continue
-            position = row.start + row.q_len
-            edits.write(views["bias_ids"][i], views["bias_values"][i], row.seq, position)
+            position = rows.starts[i] + rows.q_lens[i]
+            edits.write(views["bias_ids"][i], views["bias_values"][i], rows.seqs[i], position)
             if edits.mask is not None:
                 views["mask"][i] = edits.mask
 
 
-def _fill_targets(targets: np.ndarray, rows: Seq[PlannedRow]) -> None:
+def _known_ids(rows: RowColumns) -> list[int]:
+    """The rows' tokens end to end; 0 for one that the host has not read."""
+    ids: list[int] = []
+    for seq, start, q_len in zip(rows.seqs, rows.starts, rows.q_lens, strict=True):
+        known = seq.token_ids
+        if q_len == 1:
+            ids.append(known[start] if start < len(known) else 0)
+        else:
+            ids += known[start : start + q_len]
+    return ids
+
+
+def _fill_targets(targets: np.ndarray, rows: RowColumns) -> None:
     """The prompt's next token where its score is wanted; -1 means the sampled token."""
     targets[:] = -1
     first = 0
-    for row in rows:
-        seq = row.seq
+    for seq, start, q_len in zip(rows.seqs, rows.starts, rows.q_lens, strict=True):
         if seq.request.params.prompt_logprobs is not None:
-            end = min(row.start + row.q_len + 1, seq.num_prompt_tokens)
-            known = seq.token_ids[row.start + 1 : end]
+            end = min(start + q_len + 1, seq.num_prompt_tokens)
+            known = seq.token_ids[start + 1 : end]
             targets[first : first + len(known)] = known
-        first += row.q_len
+        first += q_len

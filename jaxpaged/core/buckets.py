@@ -81,7 +81,7 @@ class BucketLadder:
         Raises:
             InvariantError: none does; the scheduler's limits and the ladder must agree.
         """
-        num_tokens, num_seqs, sampler = plan.num_tokens, len(plan.rows), sampler_of(plan)
+        num_tokens, num_seqs, sampler = plan.num_tokens, plan.num_rows, sampler_of(plan)
         kinds: tuple[StepKind, ...] = ("decode", "mixed") if num_tokens == num_seqs else ("mixed",)
         for kind in kinds:
             fitting = [
@@ -99,9 +99,13 @@ class BucketLadder:
 
 def sampler_of(plan: StepPlan) -> SamplerKind:
     """The least that a step's sampler must be able to do."""
-    if plan.wants_prompt_logprobs:
+    rows = plan.columns
+    level = max([seq.sampler_level for seq in rows.seqs], default=0)
+    if level <= 1 and all(rows.samples):
+        return "sampled" if level else "greedy"
+    if level > 2 and plan.wants_prompt_logprobs:
         return "scored"
-    params = [row.seq.request.params for row in plan.rows if row.samples]
+    params = [seq.request.params for seq, yes in zip(rows.seqs, rows.samples, strict=True) if yes]
     if any([p.needs_edits for p in params]):
         return "full"
     return "sampled" if any([p.temperature for p in params]) else "greedy"

@@ -3,33 +3,14 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 from jaxpaged.core.limits import SchedulerLimits, stop_cause
 from jaxpaged.core.logit_edits import check_edits
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.plan import PlannedRow, StepPlan
+from jaxpaged.core.plan import PlanDraft, PlannedRow, StepPlan
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import InvariantError, PromptTooLong, RequestError
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step while it is being planned.
-
-    `cap` bounds its tokens; `plain_cap` bounds them until a row with prompt logprobs found room.
-    """
-
-    cap: int
-    plain_cap: int
-    num_tokens: int = 0
-    rows: list[PlannedRow] = field(default_factory=list[PlannedRow])
-    slot_resets: list[tuple[int, tuple[int, ...], int]] = field(
-        default_factory=list[tuple[int, tuple[int, ...], int]]
-    )
-    has_preempted: bool = False
-    left_out_scored: bool = False
 
 
 class Scheduler:
@@ -112,12 +93,12 @@ class Scheduler:
         cap = plain_cap = self.limits.max_num_batched_tokens
         if self._scored_was_left_out:
             plain_cap = max(1, min(cap, self.limits.max_num_scored_tokens) // 2)
-        draft = _Draft(cap, plain_cap)
+        draft = PlanDraft(cap, plain_cap)
         self._plan_running(draft)
         if self._waiting and not draft.has_preempted:
             self._plan_waiting(draft)
         self._scored_was_left_out = draft.left_out_scored
-        return StepPlan(tuple(draft.rows), tuple(draft.slot_resets))
+        return StepPlan(draft.rows, tuple(draft.slot_resets))
 
     def commit(self, plan: StepPlan, sampled: Seq[int | None]) -> list[Sequence]:
         """Take in what a step sampled, one entry a row; what a row samples too early is None.
@@ -125,25 +106,27 @@ class Scheduler:
         Returns the sequences that got a token or finished. Rows of sequences that finished
         meanwhile are ignored.
         """
-        page_size = self.pool.page_size
+        page_size, finished, rows = self.pool.page_size, SeqState.FINISHED, plan.columns
         changed: list[Sequence] = []
-        for row, token in zip(plan.rows, sampled, strict=True):
-            seq = row.seq
-            if seq.state is SeqState.FINISHED:
+        for i, (seq, samples, token) in enumerate(
+            zip(rows.seqs, rows.samples, sampled, strict=True)
+        ):
+            if seq.state is finished:
                 continue
-            if row.samples:
+            if samples:
                 if token is None:
                     raise InvariantError(f"sequence {seq.seq_id}: its step sampled no token")
                 seq.token_ids.append(token)
                 seq.num_in_flight -= 1
                 changed.append(seq)
-            num_done = row.start + row.q_len
+            num_done = rows.starts[i] + rows.q_lens[i]
             if num_done // page_size > seq.num_registered_pages:
-                self._register(row, num_done)
-            if row.samples:
-                cause = stop_cause(seq)
-                if cause:
-                    self.finish(seq, *cause)
+                self._register(seq, rows.num_preemptions[i], num_done)
+            if samples:
+                if token in seq.stop_ids or len(seq.token_ids) > seq.num_needed_tokens:
+                    cause = stop_cause(seq)
+                    if cause:
+                        self.finish(seq, *cause)
             elif not seq.request.max_tokens and num_done == seq.num_prompt_tokens:
                 self.finish(seq, "length", None)
                 changed.append(seq)
@@ -169,32 +152,53 @@ class Scheduler:
                         f"{len(seq.page_ids)} pages among the {state.value} ones"
                     )
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, draft: PlanDraft) -> None:
         """Rows of the sequences that hold pages, oldest first."""
-        page_size = self.pool.page_size
+        page_size, running, rows = self.pool.page_size, SeqState.RUNNING, draft.rows
         for seq in list(self._running.values()):
-            if seq.state is not SeqState.RUNNING:
+            if seq.state is not running:
                 continue  # preempted a moment ago, to make room for an older one
-            start = seq.num_computed_tokens
-            q_len = self._choose_q_len(seq, start, draft)
-            if q_len <= 0:
-                continue
-            missing = -(-(start + q_len) // page_size) - len(seq.page_ids)
-            if missing > 0:
-                if not self._make_room(seq, missing, draft):
-                    continue
-                seq.page_ids += self.pool.take(missing)
-            self._add_row(seq, q_len, draft)
+            start, num_in_flight, slot = seq.num_computed_tokens, seq.num_in_flight, seq.slot
+            if (
+                len(seq.token_ids) + num_in_flight - start != 1
+                or start < seq.num_prompt_tokens
+                or start >= len(seq.page_ids) * page_size
+                or seq.needs_read_tokens
+                or slot is None
+            ):
+                self._plan_running_one(seq, start, draft)
+            elif start < seq.num_needed_tokens and draft.num_tokens < draft.plain_cap:
+                # a decode within its last page: most rows of most steps, so kept short
+                rows.seqs.append(seq)
+                rows.slots.append(slot)
+                rows.starts.append(start)
+                rows.q_lens.append(1)
+                rows.samples.append(True)
+                rows.num_preemptions.append(seq.num_preemptions)
+                draft.num_tokens += 1
+                seq.num_computed_tokens, seq.num_in_flight = start + 1, num_in_flight + 1
 
-    def _plan_waiting(self, draft: _Draft) -> None:
+    def _plan_running_one(self, seq: Sequence, start: int, draft: PlanDraft) -> None:
+        """A row for a sequence that holds pages, and more pages if it needs them."""
+        q_len = self._choose_q_len(seq, start, draft)
+        if q_len <= 0:
+            return
+        missing = self.pool.pages_for(start + q_len) - len(seq.page_ids)
+        if missing > 0:
+            if not self._make_room(seq, missing, draft):
+                return
+            seq.page_ids += self.pool.take(missing)
+        self._add_row(seq, q_len, draft)
+
+    def _plan_waiting(self, draft: PlanDraft) -> None:
         """Admit waiting sequences while there are tokens, slots and pages; nobody overtakes."""
-        claimed = 0  # pages that running prompts will still need
-        if self.limits.reserve_full_prompt:
-            claimed = sum(self._pages_to_come(seq) for seq in self._running.values())
+        claimed = -1  # pages that running prompts will still need
         while self._waiting and self._free_slots and draft.num_tokens < draft.cap:
             seq = next(iter(self._waiting.values()))
             if seq.num_in_flight or not self.pool.num_free:
                 break
+            if claimed < 0:
+                claimed = self._claimed_pages()
             found = self._find_cached(seq)
             start = len(found) * self.pool.page_size
             q_len = self._choose_q_len(seq, start, draft)
@@ -205,7 +209,7 @@ class Scheduler:
             if self.limits.reserve_full_prompt:
                 claimed += self._pages_to_come(seq)
 
-    def _choose_q_len(self, seq: Sequence, start: int, draft: _Draft) -> int:
+    def _choose_q_len(self, seq: Sequence, start: int, draft: PlanDraft) -> int:
         """Tokens to compute from `start` on, 0 or less for none in this step."""
         pending = len(seq.token_ids) + seq.num_in_flight - start
         if start + pending > seq.num_needed_tokens:
@@ -224,12 +228,12 @@ class Scheduler:
             return 1 if room > 0 else 0
         return min(pending, room, self.limits.long_prefill_token_threshold or pending)
 
-    def _add_row(self, seq: Sequence, q_len: int, draft: _Draft) -> None:
+    def _add_row(self, seq: Sequence, q_len: int, draft: PlanDraft) -> None:
         start, slot = seq.num_computed_tokens, seq.slot
         assert slot is not None
         is_last = start + q_len == len(seq.token_ids) + seq.num_in_flight
         samples = is_last and seq.request.max_tokens > 0
-        draft.rows.append(PlannedRow(seq, slot, start, q_len, samples, seq.num_preemptions))
+        draft.rows.add(PlannedRow(seq, slot, start, q_len, samples, seq.num_preemptions))
         draft.num_tokens += q_len
         seq.num_computed_tokens = start + q_len
         seq.num_in_flight += samples
@@ -246,11 +250,16 @@ class Scheduler:
         needed = self.pool.pages_for(num_tokens) - len(found) + claimed
         return needed + self.pool.num_free_among(found) <= self.pool.num_free
 
+    def _claimed_pages(self) -> int:
+        if not self.limits.reserve_full_prompt:
+            return 0
+        return sum([self._pages_to_come(seq) for seq in self._running.values()])
+
     def _pages_to_come(self, seq: Sequence) -> int:
         known = min(seq.num_known_tokens, seq.num_needed_tokens)
         return max(self.pool.pages_for(known) - len(seq.page_ids), 0)
 
-    def _admit(self, seq: Sequence, found: list[int], num_tokens: int, draft: _Draft) -> None:
+    def _admit(self, seq: Sequence, found: list[int], num_tokens: int, draft: PlanDraft) -> None:
         """Give a waiting sequence its slot, and pages for its first `num_tokens` tokens."""
         del self._waiting[seq.seq_id]
         self._running[seq.seq_id] = seq
@@ -263,10 +272,10 @@ class Scheduler:
         if seq.request.params.has_penalties:
             draft.slot_resets.append((seq.slot, tuple(seq.token_ids), seq.num_prompt_tokens))
 
-    def _make_room(self, seq: Sequence, num_pages: int, draft: _Draft) -> bool:
+    def _make_room(self, seq: Sequence, num_pages: int, draft: PlanDraft) -> bool:
         """Preempt the youngest outside the plan until pages are free; False if that was `seq`."""
         while self.pool.num_free < num_pages:
-            planned = {row.seq.seq_id for row in draft.rows}
+            planned = {seq.seq_id for seq in draft.rows.seqs}
             victim = next(s for s in reversed(self._running.values()) if s.seq_id not in planned)
             self._preempt(victim)
             draft.has_preempted = True
@@ -291,6 +300,6 @@ class Scheduler:
         self._free_slots.append(seq.slot)
         seq.page_ids, seq.slot = [], None
 
-    def _register(self, row: PlannedRow, num_done: int) -> None:
-        if self.limits.enable_prefix_caching and row.num_preemptions == row.seq.num_preemptions:
-            self.cache.register(row.seq, num_done)
+    def _register(self, seq: Sequence, num_preemptions: int, num_done: int) -> None:
+        if self.limits.enable_prefix_caching and num_preemptions == seq.num_preemptions:
+            self.cache.register(seq, num_done)

@@ -35,7 +35,8 @@ class Sequence:
     choice: int  # index among the request's n answers
     token_ids: list[int]  # the prompt, then everything sampled and read
     num_prompt_tokens: int
-    page_ids: list[int] = field(default_factory=list[int])
+    page_ids: list[int] = field(default_factory=list[int])  # grows in place; any other change is
+    # a new list, which is how the batch builder sees it
     page_hashes: list[bytes] = field(default_factory=list[bytes])  # of leading full pages, if known
     num_computed_tokens: int = 0  # leading tokens whose KV is in pages, after all steps in flight
     num_in_flight: int = 0
@@ -50,6 +51,19 @@ class Sequence:
     num_needed_tokens: int = 0  # tokens whose KV is ever needed; set when the scheduler gets it
     num_registered_pages: int = 0  # leading pages whose content the prefix cache has seen
     prefix_id: int = 0  # the prefix cache's name for the content of those pages
+    needs_read_tokens: bool = field(init=False)  # its next step needs tokens that the host has read
+    sampler_level: int = field(init=False)  # 0 greedy, 1 random, 2 edits, 3 scores its prompt
+    stop_ids: frozenset[int] = field(init=False)  # tokens that may end it
+
+    def __post_init__(self):
+        params = self.request.params
+        self.needs_read_tokens = bool(self.request.banned_runs)
+        self.sampler_level = 2 if params.needs_edits else int(bool(params.temperature))
+        if params.prompt_logprobs is not None:
+            self.sampler_level = 3
+        self.stop_ids = frozenset() if params.ignore_eos else self.request.eos_token_ids
+        if params.stop_token_ids:
+            self.stop_ids = self.stop_ids.union(params.stop_token_ids)
 
     @property
     def num_known_tokens(self) -> int:
@@ -70,11 +84,6 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """Sampled tokens that the host has read."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def needs_read_tokens(self) -> bool:
-        """Its next step depends on tokens that the host must have read first."""
-        return bool(self.request.banned_runs)
 
     def become(self, state: SeqState) -> None:
         if state not in _MAY_BECOME[self.state]:

@@ -21,7 +21,7 @@ def plan_of(q_lens, params=(GREEDY,), samples=True):
         of_row = params[min(i, len(params) - 1)]
         seq = make_sequence(i, range(q_len + 1), params=of_row)
         rows.append(PlannedRow(seq, i, 0, q_len, samples))
-    return StepPlan(tuple(rows))
+    return StepPlan.of(rows)
 
 
 LADDER = BucketLadder(
