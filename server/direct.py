@@ -124,6 +124,7 @@ async def stream_directly(
                 sink,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                key_name=job.key_name,
             )
             submitted.append((request_id, sink))
             stream.usage.add_prompt(len(made.prompt_token_ids), 0)

@@ -98,6 +98,15 @@ class SchedulerSettings:
     long_prefill_token_threshold: int = setting(0, "tokens a step that one prompt may take; 0: all")
     max_num_queued_reqs: int | None = setting(None, "waiting requests before new ones get a 503")
     max_num_queued_tokens: int | None = setting(None, "waiting prompt tokens before a 503")
+    scheduling_policy: Literal["fcfs", "priority", "fair", "sjf"] = setting(
+        "fcfs",
+        "who is admitted next and who gives way: first come, the request's priority, fair between "
+        "API keys, or fewest prompt tokens to compute",
+    )
+    priority_mode: Literal["NONE", "FAST_FIRST"] = setting("NONE", "FAST_FIRST is the policy sjf")
+    admission: Literal["evict", "no-evict"] = setting(
+        "evict", "no-evict: admit a sequence only when all of its max_tokens fit: no preemption"
+    )
     scheduler_reserve_full_isl: bool = setting(True, "admit a prompt only when all of it fits")
     enable_chunked_prefill: bool = setting(True, "let a prompt take several steps")
     async_scheduling: bool = setting(True, "plan the next step while one runs")
@@ -112,11 +121,21 @@ class SchedulerSettings:
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), 1, 2**24)
         _check("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 2**24)
+        if self.priority_mode == "FAST_FIRST" and self.scheduling_policy not in ("fcfs", "sjf"):
+            raise ConfigError(
+                f"priority_mode FAST_FIRST is the policy sjf, scheduling_policy is "
+                f"{self.scheduling_policy}: give one of them"
+            )
         if not self.enable_chunked_prefill:
             raise ConfigError(
                 "enable_chunked_prefill cannot be off: a prompt over --max-num-batched-tokens "
                 "takes several steps; raise that number for whole prompts"
             )
+
+    @property
+    def policy(self) -> Literal["fcfs", "priority", "fair", "sjf"]:
+        """The scheduling policy that the two flags name."""
+        return "sjf" if self.priority_mode == "FAST_FIRST" else self.scheduling_policy
 
 
 @dataclass(frozen=True)

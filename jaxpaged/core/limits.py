@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from jaxpaged.core.policies import PolicyName
 from jaxpaged.core.sequence import Sequence
 from jaxpaged.errors import ConfigError
 
@@ -17,12 +18,21 @@ class SchedulerLimits:
     long_prefill_token_threshold: int  # most tokens of one sequence in a step; 0: no limit
     max_num_scored_tokens: int = 256  # most tokens of a step in which a row wants prompt logprobs
     reserve_full_prompt: bool  # admit a sequence only when all its known tokens find pages
+    reserve_whole_answer: bool = False  # and all it may sample too: nothing is ever preempted
+    scheduling_policy: PolicyName = "fcfs"
 
     def __post_init__(self):
         for f in fields(self):
+            if f.name == "scheduling_policy":
+                continue
             least = 0 if f.type is bool or f.name == "long_prefill_token_threshold" else 1
             if getattr(self, f.name) < least:
                 raise ConfigError(f"{f.name} is {getattr(self, f.name)}, must be {least} or more")
+
+    @property
+    def reserves(self) -> bool:
+        """Admission looks at more pages than a sequence's first step needs."""
+        return self.reserve_full_prompt or self.reserve_whole_answer
 
     def num_needed_tokens(self, seq: Sequence) -> int:
         """Tokens whose KV is ever needed: all but the last one that the sequence may sample."""

@@ -105,6 +105,7 @@ class PlanDraft:
     cap: int
     plain_cap: int
     num_tokens: int = 0
+    order: list[Sequence] = field(default_factory=list[Sequence])  # running ones, by policy
     rows: RowColumns = field(default_factory=RowColumns)
     slot_resets: list[tuple[int, tuple[int, ...], int]] = field(
         default_factory=list[tuple[int, tuple[int, ...], int]]

@@ -19,8 +19,10 @@ class Request:
     eos_token_ids: frozenset[int]
     priority: int = 0
     cache_salt: str = ""
+    key_name: str = ""  # of the API key that it came with; never the key itself
     banned_ids: tuple[int, ...] = ()  # single-token bad words
     banned_runs: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+    page_hashes: tuple[bytes, ...] = ()  # of the prompt's full pages, where they are made already
 
 
 @dataclass(frozen=True)

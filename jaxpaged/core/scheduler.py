@@ -1,20 +1,20 @@
 """Who computes how much in the next step, who waits, who must give way."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
 from jaxpaged.core.limits import SchedulerLimits, stop_cause
 from jaxpaged.core.logit_edits import check_edits
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, StepPlan
+from jaxpaged.core.policies import make_policy
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import InvariantError, PromptTooLong, RequestError
 
 
 class Scheduler:
-    """First come, first served, over one loop in which prefill and decode are the same.
+    """One loop in which prefill and decode are the same; a policy says who is next.
 
     The engine plans a step before it commits the one before: `schedule` counts a step's tokens as
     computed at once, `commit` appends what was sampled. Not safe for use by several threads.
@@ -24,7 +24,7 @@ class Scheduler:
         self.limits, self.pool, self.cache = limits, pool, cache
         self.num_preemptions = 0
         self._running: dict[int, Sequence] = {}  # by seq_id, oldest first
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # by seq_id, the next one first
+        self._waiting = make_policy(limits.scheduling_policy, self._num_uncached)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._scored_was_left_out = False
 
@@ -39,14 +39,14 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of all waiting sequences; costs a walk over them."""
-        return sum([len(seq.token_ids) for seq in list(self._waiting.values())])
+        return sum([len(seq.token_ids) for seq in self._waiting])
 
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence behind all others.
+        """Queue a sequence where the policy puts it.
 
         Raises:
             RequestError: it could never run, even alone.
@@ -65,7 +65,7 @@ class Scheduler:
                 f"{self.pool.num_usable}: shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
-        self._waiting[seq.seq_id] = seq
+        self._waiting.add(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Finish a sequence that nobody waits for any more."""
@@ -81,7 +81,7 @@ class Scheduler:
         if seq.state is SeqState.RUNNING:
             self._stop_running(seq)
         else:
-            del self._waiting[seq.seq_id]
+            self._waiting.remove(seq)
         seq.become(SeqState.FINISHED)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
 
@@ -98,6 +98,7 @@ class Scheduler:
         if self._waiting and not draft.has_preempted:
             self._plan_waiting(draft)
         self._scored_was_left_out = draft.left_out_scored
+        self._waiting.served(draft.rows)
         return StepPlan(draft.rows, tuple(draft.slot_resets))
 
     def commit(self, plan: StepPlan, sampled: Seq[int | None]) -> list[Sequence]:
@@ -144,8 +145,9 @@ class Scheduler:
         slots = [seq.slot for seq in self._running.values()] + self._free_slots
         if sorted(slots, key=str) != sorted(range(self.limits.max_num_seqs), key=str):
             raise InvariantError(f"scheduler: slots {slots} are not each used or free once")
-        for seqs, state in ((self._running, SeqState.RUNNING), (self._waiting, SeqState.WAITING)):
-            for seq in seqs.values():
+        running = self._running.values()
+        for seqs, state in ((running, SeqState.RUNNING), (self._waiting, SeqState.WAITING)):
+            for seq in seqs:
                 if seq.state is not state or (state is SeqState.WAITING and seq.page_ids):
                     raise InvariantError(
                         f"sequence {seq.seq_id} is {seq.state.value} with "
@@ -153,11 +155,12 @@ class Scheduler:
                     )
 
     def _plan_running(self, draft: PlanDraft) -> None:
-        """Rows of the sequences that hold pages, oldest first."""
+        """Rows of the sequences that hold pages, the last to give way first."""
         page_size, running, rows = self.pool.page_size, SeqState.RUNNING, draft.rows
-        for seq in list(self._running.values()):
+        draft.order = self._waiting.in_order(self._running.values())
+        for seq in draft.order:
             if seq.state is not running:
-                continue  # preempted a moment ago, to make room for an older one
+                continue  # preempted a moment ago, to make room for one before it
             start, num_in_flight, slot = seq.num_computed_tokens, seq.num_in_flight, seq.slot
             if (
                 len(seq.token_ids) + num_in_flight - start != 1
@@ -191,10 +194,10 @@ class Scheduler:
         self._add_row(seq, q_len, draft)
 
     def _plan_waiting(self, draft: PlanDraft) -> None:
-        """Admit waiting sequences while there are tokens, slots and pages; nobody overtakes."""
+        """Admit waiting sequences while there are tokens, slots and pages; none is passed over."""
         claimed = -1  # pages that running prompts will still need
         while self._waiting and self._free_slots and draft.num_tokens < draft.cap:
-            seq = next(iter(self._waiting.values()))
+            seq = self._waiting.first()
             if seq.num_in_flight or not self.pool.num_free:
                 break
             if claimed < 0:
@@ -206,7 +209,7 @@ class Scheduler:
                 break
             self._admit(seq, found, start + q_len, draft)
             self._add_row(seq, q_len, draft)
-            if self.limits.reserve_full_prompt:
+            if self.limits.reserves:
                 claimed += self._pages_to_come(seq)
 
     def _choose_q_len(self, seq: Sequence, start: int, draft: PlanDraft) -> int:
@@ -244,24 +247,31 @@ class Scheduler:
         return [] if skips or not self.limits.enable_prefix_caching else self.cache.find(seq)
 
     def _fits(self, seq: Sequence, found: list[int], num_tokens: int, claimed: int) -> bool:
-        """Whether the first `num_tokens` tokens find pages, or all known ones if limits say so."""
-        if self.limits.reserve_full_prompt:
-            num_tokens = min(seq.num_known_tokens, seq.num_needed_tokens)
+        """Whether the first `num_tokens` tokens find pages, or all that limits reserve for."""
+        if self.limits.reserves:
+            num_tokens = self._num_reserved_tokens(seq)
         needed = self.pool.pages_for(num_tokens) - len(found) + claimed
         return needed + self.pool.num_free_among(found) <= self.pool.num_free
 
     def _claimed_pages(self) -> int:
-        if not self.limits.reserve_full_prompt:
+        if not self.limits.reserves:
             return 0
         return sum([self._pages_to_come(seq) for seq in self._running.values()])
 
     def _pages_to_come(self, seq: Sequence) -> int:
-        known = min(seq.num_known_tokens, seq.num_needed_tokens)
-        return max(self.pool.pages_for(known) - len(seq.page_ids), 0)
+        return max(self.pool.pages_for(self._num_reserved_tokens(seq)) - len(seq.page_ids), 0)
+
+    def _num_reserved_tokens(self, seq: Sequence) -> int:
+        if self.limits.reserve_whole_answer:
+            return seq.num_needed_tokens
+        return min(seq.num_known_tokens, seq.num_needed_tokens)
+
+    def _num_uncached(self, seq: Sequence) -> int:
+        return seq.num_known_tokens - len(self._find_cached(seq)) * self.pool.page_size
 
     def _admit(self, seq: Sequence, found: list[int], num_tokens: int, draft: PlanDraft) -> None:
         """Give a waiting sequence its slot, and pages for its first `num_tokens` tokens."""
-        del self._waiting[seq.seq_id]
+        self._waiting.remove(seq)
         self._running[seq.seq_id] = seq
         seq.become(SeqState.RUNNING)
         seq.slot = self._free_slots.pop()
@@ -273,10 +283,11 @@ class Scheduler:
             draft.slot_resets.append((seq.slot, tuple(seq.token_ids), seq.num_prompt_tokens))
 
     def _make_room(self, seq: Sequence, num_pages: int, draft: PlanDraft) -> bool:
-        """Preempt the youngest outside the plan until pages are free; False if that was `seq`."""
+        """Preempt from the order's end on until pages are free; False if that reached `seq`."""
         while self.pool.num_free < num_pages:
-            planned = {seq.seq_id for seq in draft.rows.seqs}
-            victim = next(s for s in reversed(self._running.values()) if s.seq_id not in planned)
+            while draft.order[-1].state is not SeqState.RUNNING:
+                draft.order.pop()
+            victim = draft.order.pop()
             self._preempt(victim)
             draft.has_preempted = True
             if victim is seq:
@@ -284,14 +295,13 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """By recompute: the pages go, the tokens stay; it is the next to be admitted again."""
+        """By recompute: the pages go, the tokens stay; it waits to be admitted again."""
         self._stop_running(seq)
         seq.become(SeqState.WAITING)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting[seq.seq_id] = seq
-        self._waiting.move_to_end(seq.seq_id, last=False)
+        self._waiting.put_back(seq)
 
     def _stop_running(self, seq: Sequence) -> None:
         del self._running[seq.seq_id]

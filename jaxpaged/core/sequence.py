@@ -50,6 +50,7 @@ class Sequence:
     first_token_time: float | None = None
     num_needed_tokens: int = 0  # tokens whose KV is ever needed; set when the scheduler gets it
     num_registered_pages: int = 0  # leading pages whose content the prefix cache has seen
+    arrival_mark: int = 0  # set by the scheduling policy
     prefix_id: int = 0  # the prefix cache's name for the content of those pages
     needs_read_tokens: bool = field(init=False)  # its next step needs tokens that the host has read
     sampler_level: int = field(init=False)  # 0 greedy, 1 random, 2 edits, 3 scores its prompt

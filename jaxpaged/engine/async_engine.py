@@ -1,6 +1,7 @@
 """`AsyncLLM`: the engine in a thread of its own, its answers as async iterators."""
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -24,6 +25,7 @@ from jaxpaged.metrics import EngineLoad, EngineMetrics
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+LONG_PROMPT = 4096  # tokens
 
 
 class AsyncLLM:
@@ -123,6 +125,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        key_name: str = "",
     ) -> AsyncGenerator[RequestOutput]:
         """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
 
@@ -142,6 +145,7 @@ class AsyncLLM:
             inbox,
             priority=priority,
             cache_salt=cache_salt,
+            key_name=key_name,
         )
         assembler = Assembler(request, text, self._parts.tokenizer)
         try:
@@ -162,19 +166,26 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        key_name: str = "",
     ) -> tuple[Request, str | None]:
         """Queue a request whose events go straight to `sink`; returns it and the prompt's text.
 
         The caller must `release` it, whatever happens. Raises what `generate` raises.
         """
         text, ids = await self.encode(prompt)
-        request = self._parts.inputs.request(
+        make_request = functools.partial(
+            self._parts.inputs.request,
             ids,
             sampling_params,
             request_id=request_id or uuid.uuid4().hex,
             priority=priority,
             cache_salt=cache_salt,
+            key_name=key_name,
         )
+        if len(ids) < LONG_PROMPT:
+            request = make_request()
+        else:
+            request = await asyncio.to_thread(make_request)  # it hashes every page
         self._check_capacity(len(ids))
         if request.request_id in self._sinks:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")

@@ -76,6 +76,7 @@ class Engine:
                     choice,
                     list(request.prompt_token_ids),
                     len(request.prompt_token_ids),
+                    page_hashes=list(request.page_hashes),
                 )
                 self.scheduler.add(seq)
                 self._next_seq_id += 1

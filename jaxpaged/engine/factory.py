@@ -123,7 +123,12 @@ def build_engine(
         max_in_flight=2 if config.scheduler.async_scheduling else 1,
     )
     inputs = InputProcessor(
-        tokenizer, model.vocab, model.max_len, config.model.seed, tuple(logits_processors or ())
+        tokenizer,
+        model.vocab,
+        model.max_len,
+        config.model.seed,
+        tuple(logits_processors or ()),
+        config.cache.page_size if config.cache.enable_prefix_caching else 0,
     )
     # what lives as long as the engine is not looked through at every collection
     gc.collect()
@@ -166,6 +171,8 @@ def _device_side(
         enable_prefix_caching=cache.enable_prefix_caching,
         long_prefill_token_threshold=sched.long_prefill_token_threshold,
         reserve_full_prompt=sched.scheduler_reserve_full_isl,
+        reserve_whole_answer=sched.admission == "no-evict",
+        scheduling_policy=sched.policy,
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool))
     processors = dict(logits_processors or {})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
+from jaxpaged.core.prefix_cache import page_hashes
 from jaxpaged.core.request import Request
 from jaxpaged.errors import PromptTooLong, RequestError
 from jaxpaged.text.tokenizer import Tokenizer
@@ -23,6 +24,8 @@ class InputProcessor:
         max_len: longest sequence in tokens.
         seed: start of the counter for requests without a seed.
         processor_names: logits processors that a request may name.
+        page_size: of the prefix cache, whose hashes are made here rather than in the engine's
+            thread; 0 where it is off.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class InputProcessor:
         max_len: int,
         seed: int,
         processor_names: Sequence[str],
+        page_size: int = 0,
     ):
         self.tokenizer, self.vocab, self.max_len = tokenizer, vocab, max_len
+        self._page_size = page_size
         self._processor_names = frozenset(processor_names)
         self._seeds = itertools.count(seed)
         self._ids = itertools.count()
@@ -68,6 +73,7 @@ class InputProcessor:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        key_name: str = "",
     ) -> Request:
         """Check everything against this model and fix seed, length and banned words.
 
@@ -102,9 +108,14 @@ class InputProcessor:
             eos_token_ids=frozenset(self.tokenizer.eos_token_ids),
             priority=priority,
             cache_salt=cache_salt,
+            key_name=key_name,
+            page_hashes=self._page_hashes(token_ids, cache_salt),
             banned_ids=words,
             banned_runs=runs,
         )
+
+    def _page_hashes(self, token_ids: Sequence[int], salt: str) -> tuple[bytes, ...]:
+        return tuple(page_hashes(token_ids, self._page_size, salt)) if self._page_size else ()
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         room = self.max_len - prompt_len

@@ -20,7 +20,12 @@ def outputs_of(job: Job, engine: ServedEngine) -> Numbered:
     return merged(
         [
             engine.generate(
-                prompt, job.params, request_id, priority=job.priority, cache_salt=job.cache_salt
+                prompt,
+                job.params,
+                request_id,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                key_name=job.key_name,
             )
             for request_id, prompt in zip(job.request_ids, job.prompts, strict=True)
         ]

@@ -32,7 +32,7 @@ async def chat_job(
     params = chat_params(body, engine.default_sampling())
     prompt = await encode_chat(body, engine)
     envelope, form = Envelope.new("chatcmpl", model), ChatForm(body, engine)
-    return Job(body, [prompt], params, envelope, form, salt_of(body, key_id), usage)
+    return Job(body, [prompt], params, envelope, form, salt_of(body, key_id), key_id, usage)
 
 
 class ChatForm:

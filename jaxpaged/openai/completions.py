@@ -34,7 +34,7 @@ async def completion_job(
     prompts = completion_prompts(body.prompt, params.n, engine)
     form = CompletionForm(body, params, engine)
     salt = salt_of(body, key_id)
-    return Job(body, prompts, params, Envelope.new("cmpl", model), form, salt, usage)
+    return Job(body, prompts, params, Envelope.new("cmpl", model), form, salt, key_id, usage)
 
 
 class CompletionForm:

@@ -45,6 +45,7 @@ class ServedEngine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        key_name: str = "",
     ) -> AsyncGenerator[RequestOutput]: ...
     async def submit(
         self,
@@ -55,6 +56,7 @@ class ServedEngine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        key_name: str = "",
     ) -> tuple[Request, str | None]: ...
     def release(self, request_id: str, *, is_finished: bool) -> None: ...
     async def abort(self, request_id: str) -> None: ...

@@ -40,6 +40,7 @@ class Job:
     envelope: Envelope
     form: Form
     cache_salt: str
+    key_name: str  # of the API key, for fairness between keys
     usage: Usage  # so far
 
     @property

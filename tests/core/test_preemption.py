@@ -25,7 +25,7 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back():
     assert shares(plan) == [(0, 8, 1), (1, 8, 1)]
     assert (scheduler.num_preemptions, seqs[2].num_preemptions) == (1, 1)
     assert (seqs[2].state, seqs[2].page_ids, seqs[2].slot) == (SeqState.WAITING, [], None)
-    assert list(scheduler._waiting.values()) == [seqs[2], late]
+    assert list(scheduler._waiting) == [seqs[2], late]
     scheduler.check()
     # its token in flight is kept; until it is read, it is not admitted
     scheduler.abort(seqs[0])

@@ -30,6 +30,8 @@ class Job:
     salt: str
     arrives_after: int  # steps
     aborted_after: int | None  # steps
+    key_name: str = ""
+    priority: int = 0
 
 
 @st.composite
@@ -60,6 +62,8 @@ def jobs(draw):
         draw(st.sampled_from(["", "", "other"])),
         draw(st.integers(0, 12)),
         draw(st.one_of(st.none(), st.none(), st.integers(0, 20))),
+        draw(st.sampled_from(["a", "b"])),
+        draw(st.integers(-1, 1)),
     )
 
 
@@ -73,6 +77,8 @@ def limits(draw):
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
         "max_num_scored_tokens": draw(st.sampled_from([2, 8, 256])),
         "reserve_full_prompt": draw(st.booleans()),
+        "reserve_whole_answer": draw(st.sampled_from([False, False, True])),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority", "fair", "sjf"])),
         "num_pages": draw(st.integers(PAGES_OF_LONGEST + 1, 3 * PAGES_OF_LONGEST)),
         "hash_bits": draw(st.sampled_from([256, 4])),
     }
@@ -92,6 +98,8 @@ def sequences_of(jobs, banned_runs=()):
                 job.max_tokens,
                 params=params,
                 cache_salt=job.salt,
+                key_name=job.key_name,
+                priority=job.priority,
                 banned_runs=runs,
             )
         )
@@ -153,9 +161,13 @@ def test_the_schedule_never_changes_the_answer_in_many_workloads(
     check_workload(jobs, limits, max_in_flight, banned_runs)
 
 
-def test_a_preemption_storm_ends_with_the_right_tokens():
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "sjf"])
+def test_a_preemption_storm_ends_with_the_right_tokens(policy):
     endless = {"ignore_eos": True}
-    jobs = [Job((7,) * (i % 9) + (6, i % 4), 30, endless, "", i % 3, None) for i in range(32)]
+    jobs = [
+        Job((7,) * (i % 9) + (6, i % 4), 30, endless, "", i % 3, None, "abc"[i % 3], i % 2)
+        for i in range(32)
+    ]
     limits = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,
@@ -163,6 +175,7 @@ def test_a_preemption_storm_ends_with_the_right_tokens():
         "enable_prefix_caching": True,
         "reserve_full_prompt": False,
         "num_pages": PAGES_OF_LONGEST * 5 // 4,
+        "scheduling_policy": policy,
     }
     seqs = sequences_of(jobs)
     loop = run_jobs(jobs, seqs, limits, 2)

@@ -236,6 +236,6 @@ def test_a_prompt_to_score_gets_its_turn_beside_many_others():
 def test_check_finds_a_waiting_sequence_that_holds_pages():
     scheduler = make_scheduler()
     add(scheduler, make_sequence(0))
-    scheduler._waiting[0].page_ids = [1]
+    scheduler._waiting.first().page_ids = [1]
     with pytest.raises(InvariantError, match="is waiting with 1 pages"):
         scheduler.check()

@@ -97,14 +97,17 @@ def test_a_key_is_named_by_its_digest_and_never_by_itself():
 
 async def test_prefix_caches_of_keys_are_apart(start):
     server = await start(api_keys=(KEY, "sk-two"))
-    salts = []
+    salts, names = [], []
     for key, more in ((KEY, {}), ("sk-two", {}), (KEY, {"cache_salt": "x"}), (KEY, {})):
         body = {"prompt": "ABC", "max_tokens": 1} | more
         assert (await server.post(body, headers=bearer(key))).status == 200
         salts.append(server.engine.last_request.cache_salt)
+        names.append(server.engine.last_request.key_name)
     assert len(set(salts)) == 3
     assert salts[0] == salts[3]
     assert all(salts)
+    assert names[0] == names[2] == names[3] != names[1]
+    assert all(names)
 
 
 def test_every_route_has_a_name():
