@@ -16,7 +16,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 
 # Splitting a row's KV makes few or long rows several times faster, and balances the others. Off:
 # 4 of 210 random batches came out wrong with it, and the remedy has not been run on a GPU yet.
-# `python -m benchmarks.kernel_check --check 15 --kernels decode --split` must pass first.
+# `jaxpaged bench kernels --ops attention-decode --split` must pass first.
 SPLIT_DECODES = False
 # The decode kernel as it stands has not passed that check either: until it has, batches of decodes
 # run through the mixed kernel, which has (3.95 TB/s for 128 rows of 2048).

@@ -3,10 +3,10 @@
 import json
 import platform
 import time
+from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
-
-import jax
 
 
 class Report:
@@ -21,10 +21,12 @@ class Report:
         line = {
             "command": command,
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            "jax": jax.__version__,
+            "jax": version("jax"),
             "python": platform.python_version(),
         }
         if opens_device:
+            import jax
+
             device = jax.devices()[0]
             line["device"] = device.device_kind
             line["driver"] = getattr(device.client, "platform_version", "")
@@ -49,14 +51,14 @@ class Report:
             self._out.write(f"  {count:6d} {micros:10.1f} us  {name[:100]}\n")
 
     def table(self) -> None:
-        """Print all measurements as one table, columns by first appearance."""
-        columns = list(dict.fromkeys(key for line in self._lines for key in line))
-        columns = [c for c in columns if not any(isinstance(x.get(c), list) for x in self._lines)]
-        rows = [[str(line.get(column, "")) for column in columns] for line in self._lines]
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-        for row in [columns, *rows]:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            self._out.write("  ".join(cells).rstrip() + "\n")
+        """Print the measurements as tables, a new one where the columns change."""
+        for columns, lines in groupby(self._lines, _columns):
+            rows = [columns, *([str(line[column]) for column in columns] for line in lines)]
+            widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+            for row in rows:
+                cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+                self._out.write("  ".join(cells).rstrip() + "\n")
+            self._out.write("\n")
 
     def _write(self, line: dict[str, Any]) -> None:
         text = json.dumps(line)
@@ -65,3 +67,7 @@ class Report:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
+
+
+def _columns(line: dict[str, Any]) -> list[str]:
+    return [column for column, value in line.items() if not isinstance(value, list)]
