@@ -1,0 +1,239 @@
+"""Answers held to a grammar: compiled once, followed token by token, ended in time.
+
+llguidance says which tokens may come next. Where the grammar is a JSON schema, a regular expression
+or a choice, a second automaton knows how many tokens the shortest ending takes; once an answer's
+tokens run out it says which of them still lead to an end.
+"""
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.text.grammars.endings import NEVER, Endings
+from jaxpaged.text.grammars.expressions import Grammar, Text, choice, to_lark
+from jaxpaged.text.grammars.json_schema import json_schema_grammar
+from jaxpaged.text.grammars.json_text import JsonStyle, bounded_space
+from jaxpaged.text.grammars.network import Network
+from jaxpaged.text.grammars.regex import parse_regex
+from jaxpaged.text.grammars.vocabulary import TokenTree
+from jaxpaged.text.tokenizer import Tokenizer
+
+TIME_LIMIT_S = 10.0
+MAX_CHOICES = 10_000
+MAX_KEPT, MAX_KEPT_STATES = 256, 300_000  # compiled grammars, and their states together
+MAX_GRAMMAR = 100_000  # characters
+_GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class GrammarParams(Protocol):
+    """The fields of `StructuredOutputsParams`."""
+
+    @property
+    def json(self) -> str | Mapping[str, Any] | None: ...
+    @property
+    def regex(self) -> str | None: ...
+    @property
+    def choice(self) -> Sequence[str] | None: ...
+    @property
+    def grammar(self) -> str | None: ...
+    @property
+    def json_object(self) -> bool | None: ...
+    @property
+    def whitespace_pattern(self) -> str | None: ...
+    @property
+    def disable_any_whitespace(self) -> bool: ...
+    @property
+    def disable_additional_properties(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """A grammar over one vocabulary. `shortest` are the tokens of its shortest answer, if known."""
+
+    matcher: LLMatcher
+    endings: Endings | None
+    shortest: int | None
+
+    @property
+    def size(self) -> int:
+        return 1000 + (len(self.endings.network.empty) if self.endings else 0)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and keeps the latest. Safe to use from several threads.
+
+    Args:
+        vocab: width of the logits.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab: int,
+        *,
+        time_limit_s: float = TIME_LIMIT_S,
+        max_kept: int = MAX_KEPT,
+    ):
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self.time_limit_s, self._max_kept = time_limit_s, max_kept
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._lock, self._setup_lock = Lock(), Lock()
+
+    def kept(self, params: GrammarParams) -> CompiledGrammar | None:
+        """What was compiled already."""
+        with self._lock:
+            found = self._kept.get(_key(params))
+            if found is not None:
+                self._kept.move_to_end(_key(params))
+            return found
+
+    def compile(self, params: GrammarParams) -> CompiledGrammar:
+        """Compile what `params` ask for, or find it again. Takes milliseconds to seconds.
+
+        Raises:
+            RequestError: no grammar, one that is not served, too large or too slow.
+        """
+        found = self.kept(params)
+        if found is not None:
+            return found
+        deadline = time.monotonic() + self.time_limit_s
+        if not self._tokenizer.eos_token_ids:
+            raise UnsupportedParameter(
+                "structured outputs need a tokenizer with an end-of-text token",
+                param="structured_outputs",
+            )
+        param, grammar, lark = _read(params)
+        endings, shortest = None, None
+        if grammar is not None:
+            network = Network(grammar, param=param, deadline=deadline)
+            endings = Endings(network, self.tree)
+            shortest = endings.needs[endings.start]
+            if shortest >= NEVER:
+                raise RequestError(f"{param}: nothing fits it", param=param)
+        compiled = CompiledGrammar(self._matcher(lark, param), endings, shortest)
+        self._keep(_key(params), compiled)
+        return compiled
+
+    def _matcher(self, lark: str, param: str) -> LLMatcher:
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self.ll_tokenizer, lark, log_level=0, limits=limits)
+        if matcher.is_error():
+            what = " ".join(matcher.get_error().split())[:300]
+            raise RequestError(f"{param} cannot be used: {what}", param=param)
+        return matcher
+
+    def _keep(self, key: str, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            self._kept[key] = compiled
+            total = sum(kept.size for kept in self._kept.values())
+            while len(self._kept) > 1 and (
+                len(self._kept) > self._max_kept or total > MAX_KEPT_STATES
+            ):
+                _, old = self._kept.popitem(last=False)
+                total -= old.size
+
+    @property
+    def tree(self) -> TokenTree:
+        with self._setup_lock:
+            return self._tree
+
+    @property
+    def ll_tokenizer(self) -> LLTokenizer:
+        with self._setup_lock:
+            return self._ll_tokenizer
+
+    @cached_property
+    def eos_ids(self) -> np.ndarray:
+        return np.array(sorted(self._tokenizer.eos_token_ids), np.int64)
+
+    @cached_property
+    def _tree(self) -> TokenTree:
+        special = self._tokenizer.special_ids
+        return TokenTree(
+            [b"" if i in special else self._tokenizer.token_bytes(i) for i in range(self._vocab)]
+        )
+
+    @cached_property
+    def _ll_tokenizer(self) -> LLTokenizer:
+        eos = [int(i) for i in self.eos_ids]
+        return LLTokenizer(_Vocabulary(self._tokenizer, self._vocab), eos_token=eos)  # type: ignore
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance reads it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int):
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.eos_token_ids)
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _key(params: GrammarParams) -> str:
+    given = [getattr(params, name) for name in _GRAMMAR_KINDS[:-1]]
+    style = (
+        params.whitespace_pattern,
+        params.disable_any_whitespace,
+        params.disable_additional_properties,
+    )
+    return json.dumps([*given, *style])
+
+
+def _read(params: GrammarParams) -> tuple[str, Grammar | None, str]:
+    """The field that holds it, the grammar where it can be looked into, and llguidance's text."""
+    if params.grammar is not None:
+        return "grammar", None, _as_lark(params.grammar)
+    if params.regex is not None:
+        param, grammar = "regex", Grammar(parse_regex(params.regex, param="regex"))
+    elif params.choice is not None:
+        param, grammar = "choice", Grammar(choice([Text(one) for one in params.choice]))
+    else:
+        param, grammar = "json", _json_grammar(params)
+    return param, grammar, to_lark(grammar)
+
+
+def _json_grammar(params: GrammarParams) -> Grammar:
+    space = bounded_space()
+    if params.whitespace_pattern is not None:
+        space = parse_regex(params.whitespace_pattern, param="whitespace_pattern")
+    style = JsonStyle(None if params.disable_any_whitespace else space)
+    schema: Any = params.json if params.json is not None else {"type": "object"}
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise RequestError("json is no JSON", param="json") from None
+    closes = params.disable_additional_properties
+    try:
+        return json_schema_grammar(schema, style, param="json", closes_objects=closes)
+    except RecursionError:
+        raise RequestError("json: the schema is nested too deep", param="json") from None
+
+
+def _as_lark(grammar: str) -> str:
+    if len(grammar) > MAX_GRAMMAR:
+        raise RequestError(
+            f"grammar has {len(grammar)} characters, allowed are {MAX_GRAMMAR}", param="grammar"
+        )
+    if "::=" not in grammar:
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # whatever the converter meets in a client's text
+        raise RequestError(f"grammar is no EBNF: {error}", param="grammar") from None

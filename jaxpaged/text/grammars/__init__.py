@@ -1,0 +1,1 @@
+"""Languages that an answer can be held to, and how many tokens their shortest endings take."""

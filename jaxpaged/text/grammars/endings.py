@@ -1,0 +1,166 @@
+"""Where an answer stands in its grammar, and how many tokens it needs to end.
+
+Sets of places are made as answers come to them and kept by number. Only an answer whose tokens run
+out is looked at this closely; before that it costs nothing.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from jaxpaged.errors import RequestError
+from jaxpaged.text.grammars.distances import ENDLESS, costs_to_end, most_cost
+from jaxpaged.text.grammars.network import Network
+from jaxpaged.text.grammars.vocabulary import TokenTree
+
+MAX_PLACES = 5_000  # kept at once
+MAX_KEPT_WALKS = 32  # each an i32 a token
+MAX_ALIKE = 1_000  # states an answer may be in at the same time
+DEAD = 0  # the number of the empty set
+NEVER = 1 << 30  # tokens needed where no ending exists
+
+type _Place = tuple[int, int]  # a state, and the stack of states to come back to
+
+
+class Endings:
+    """Sets of places of one grammar, by number. Used by one thread at a time."""
+
+    def __init__(self, network: Network, tree: TokenTree):
+        self.network, self.tree = network, tree
+        self.cost = costs_to_end(network, tree)
+        self.most = most_cost(network, self.cost)
+        self.epoch = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start again; numbers of an earlier epoch mean nothing."""
+        self.epoch += 1
+        self._stacks: list[tuple[int, int, int]] = [(-1, -1, 0)]  # back to, below, tokens to end
+        self._stack_ids: dict[tuple[int, int], int] = {}
+        self._sets: list[frozenset[_Place]] = []
+        self._ids: dict[tuple[frozenset[_Place], bool], int] = {}
+        self.needs: list[int] = []  # fewest tokens to the end
+        self._worst: list[int] = []  # of the place that is farthest from it
+        self._rows: list[np.ndarray | None] = []
+        self._after: dict[int, np.ndarray] = {}
+        self._number(frozenset(), False)
+        self.start = self._closed([(self.network.starts[0], 0)])
+
+    def advance(self, place: int, data: bytes) -> int:
+        """The set after `data`; DEAD where the grammar does not allow it."""
+        for byte in data:
+            place = int(self._row(place)[byte])
+        return place
+
+    def forget_if_full(self) -> None:
+        if len(self._sets) > MAX_PLACES:
+            self._forget()
+
+    def is_safe(self, place: int, budget: int) -> bool:
+        """Whatever token comes next, the answer can end within `budget` tokens, it included."""
+        if self.most is not None:
+            return budget > self.most
+        return budget > self._worst[place] + self._most_added
+
+    @cached_property
+    def _most_added(self) -> int:
+        """A bound on what one token adds: it may go into further pieces at each of its bytes."""
+        finite = [cost for cost in self.cost if cost < ENDLESS]
+        return (self.tree.longest + 1) * max(self.network.call_depth) * max(finite)
+
+    def mask(self, place: int, budget: int, eos_ids: np.ndarray) -> np.ndarray:
+        """u32 words: tokens after which `budget - 1` more suffice, and EOS where it may end."""
+        allowed = np.zeros(-(-len(self.tree.node_of) // 32) * 32, np.uint8)
+        allowed[: len(self.tree.node_of)] = self.needs_after(place) < budget
+        allowed[eos_ids] = not self.needs[place]
+        return np.packbits(allowed, bitorder="little").view("<u4")
+
+    def needs_after(self, place: int) -> np.ndarray:
+        """i32[tokens]: fewest tokens to the end once each token is taken; NEVER if not allowed."""
+        found = self._after.get(place)
+        if found is None:
+            if len(self._after) >= MAX_KEPT_WALKS:
+                del self._after[next(iter(self._after))]
+            found = self._after[place] = self._walk(place)
+        return found
+
+    def _walk(self, start: int) -> np.ndarray:
+        """Go down the token tree level by level, all its nodes at once."""
+        tree = self.tree
+        reached = np.zeros(len(tree.parent), np.int32)
+        reached[0] = start
+        for first, end in zip(tree.levels[1:-1], tree.levels[2:], strict=True):
+            before = reached[tree.parent[first:end]]
+            alive = np.flatnonzero(before)
+            if not len(alive):
+                break
+            places, row_of = np.unique(before[alive], return_inverse=True)
+            rows = np.stack([self._row(int(place)) for place in places])
+            reached[first + alive] = rows[row_of, tree.byte[first + alive]]
+        needs = np.array(self.needs, np.int32)
+        after = needs[reached[tree.node_of]]
+        after[tree.node_of == 0] = NEVER
+        return after
+
+    def _row(self, place: int) -> np.ndarray:
+        """i32[256]: the set after each byte."""
+        row = self._rows[place]
+        if row is None:
+            row = self._rows[place] = self._new_row(self._sets[place])
+        return row
+
+    def _new_row(self, places: frozenset[_Place]) -> np.ndarray:
+        row = np.zeros(256, np.int32)
+        arrows = [
+            (low, high, to, stack)
+            for state, stack in places
+            for low, high, to in self.network.arrows[state]
+        ]
+        borders = sorted({b for low, high, *_ in arrows for b in (low, high + 1)})
+        for first, end in pairwise(borders):
+            into = [(to, stack) for low, high, to, stack in arrows if low <= first <= high]
+            if into:
+                row[first:end] = self._closed(into)
+        return row
+
+    def _closed(self, places: Sequence[_Place]) -> int:
+        """The number of the set of `places` and all that they reach without a byte."""
+        network, seen, waiting, can_end = self.network, set(places), list(places), False
+        while waiting:
+            state, stack = waiting.pop()
+            new = [(to, stack) for to in network.empty[state]]
+            for piece, back in network.calls[state]:
+                new.append((network.starts[piece], self._stack(back, stack)))
+            if state in network.ends:
+                back, below, _ = self._stacks[stack]
+                can_end |= back < 0
+                if back >= 0:
+                    new.append((back, below))
+            for one in new:
+                if one not in seen and self.cost[one[0]] < ENDLESS:
+                    seen.add(one)
+                    waiting.append(one)
+            if len(seen) > MAX_ALIKE:
+                raise RequestError("the grammar is too ambiguous to follow: make it simpler")
+        return self._number(frozenset(p for p in seen if network.arrows[p[0]]), can_end)
+
+    def _stack(self, back: int, below: int) -> int:
+        number = self._stack_ids.get((back, below))
+        if number is None:
+            number = self._stack_ids[back, below] = len(self._stacks)
+            rest = self.cost[back] + self._stacks[below][2]
+            self._stacks.append((back, below, rest))
+        return number
+
+    def _number(self, places: frozenset[_Place], can_end: bool) -> int:
+        number = self._ids.get((places, can_end))
+        if number is None:
+            costs = [self.cost[s] + self._stacks[stack][2] for s, stack in places]
+            number = self._ids[places, can_end] = len(self._sets)
+            self._sets.append(places)
+            self._rows.append(None)
+            self.needs.append(0 if can_end else min([NEVER, *costs]))
+            self._worst.append(max([0, *(cost for cost in costs if cost < ENDLESS)]))
+        return number

@@ -1,0 +1,218 @@
+"""Grammars without a model: any token that a mask allows may be the next."""
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxpaged.errors import RequestError
+from jaxpaged.text.grammar import CompiledGrammar, Grammars
+from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller
+from tests.support.models import EOS, VOCAB
+from tests.support.schemas import random_schema
+
+WORDS = -(-VOCAB // 32)
+PLENTY = 1 << 29
+
+
+@dataclass
+class Params:
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokens) -> Grammars:
+    return Grammars(byte_tokens, VOCAB)
+
+
+def answer(
+    grammars: Grammars, grammar: CompiledGrammar, max_tokens: int, rng: np.random.Generator
+) -> bytes | None:
+    """Draw tokens from the masks until the grammar or the tokens end; None where it is no whole."""
+    matcher, filler = GrammarMatcher(grammar, grammars), MaskFiller(grammars)
+    ids: list[int] = []
+    mask = np.zeros((1, WORDS), np.uint32)
+    while len(ids) < max_tokens and not matcher.must_end:
+        filler.fill(mask, [(0, matcher, ids, max_tokens - len(ids), False)])
+        allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
+        token = int(rng.choice(allowed))
+        if token == EOS:
+            break
+        assert matcher.accept(token)
+        ids.append(token)
+    data = b"".join(grammars.tree.bytes_of(i) for i in ids)
+    return data if matcher.can_end else None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_answer_closes_and_validates(grammars, seed):
+    schema = random_schema(random.Random(seed))
+    grammar = grammars.compile(Params(json=schema))
+    assert grammar.shortest is not None
+    rng = np.random.default_rng(seed)
+    for more in (0, 1, 2, 5, 20, 80):
+        data = answer(grammars, grammar, grammar.shortest + more, rng)
+        assert data is not None, f"{schema} with {more} more"
+        jsonschema.validate(json.loads(data), schema)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_both_automata_allow_the_same_tokens(grammars, seed):
+    schema = random_schema(random.Random(seed))
+    grammar = grammars.compile(Params(json=schema))
+    matcher, filler, endings = (
+        GrammarMatcher(grammar, grammars),
+        MaskFiller(grammars),
+        grammar.endings,
+    )
+    assert endings is not None
+    rng, ids, place = np.random.default_rng(seed), [], endings.start
+    mask = np.zeros((1, WORDS), np.uint32)
+    for _ in range(60):
+        filler.fill(mask, [(0, matcher, ids, PLENTY, False)])
+        ours = endings.mask(place, PLENTY, grammars.eos_ids)
+        if matcher.must_end:
+            break
+        np.testing.assert_array_equal(mask[0], ours, err_msg=f"{schema} after {ids}")
+        bits = np.flatnonzero(np.unpackbits(ours.view(np.uint8), bitorder="little"))
+        token = int(rng.choice(bits))
+        if token == EOS:
+            break
+        assert matcher.accept(token)
+        ids.append(token)
+        place = endings.advance(place, grammars.tree.bytes_of(token))
+
+
+def test_no_answer_is_shorter_than_the_shortest(grammars):
+    """With one byte a token it is the length of the shortest text."""
+    cases = [
+        (
+            {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+            '{"a":""}',
+        ),
+        ({"enum": ["abc", "d"]}, '"d"'),
+        ({"type": "integer", "minimum": 100}, "100"),
+        ({"type": "array", "items": {"const": 12}, "minItems": 3}, "[12,12,12]"),
+        ({"anyOf": [{"const": "long one"}, {"type": "null"}]}, "null"),
+    ]
+    for schema, text in cases:
+        assert grammars.compile(Params(json=schema)).shortest == len(text)
+        grammar = grammars.compile(Params(json=schema))
+        data = answer(grammars, grammar, len(text), np.random.default_rng(0))
+        assert data is not None
+        assert len(data) == len(text)
+
+
+def test_recursive_schemas_close_too(grammars):
+    node = {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["v", "kids"],
+    }
+    grammar = grammars.compile(Params(json=node))
+    assert grammar.shortest == len('{"v":0,"kids":[]}')
+    for seed in range(10):
+        data = answer(grammars, grammar, 60, np.random.default_rng(seed))
+        assert data is not None
+        jsonschema.validate(json.loads(data), node)
+
+
+def test_regex_choice_and_objects(grammars):
+    rng = np.random.default_rng(1)
+    for params, want in [
+        (Params(regex=r"\d{3}-[A-F]+(x|yy)?"), lambda text: text[3] == "-" and text[:3].isdigit()),
+        (Params(choice=["yes", "no", "maybe", "nö"]), {"yes", "no", "maybe", "nö"}.__contains__),
+        (Params(json_object=True), lambda text: isinstance(json.loads(text), dict)),
+    ]:
+        grammar = grammars.compile(params)
+        for _ in range(5):
+            data = answer(grammars, grammar, 30, rng)
+            assert data is not None
+            assert want(data.decode())
+
+
+def test_larks_and_ebnf_are_followed(grammars):
+    rng = np.random.default_rng(1)
+    for text in ('start: "a" | "b" start', 'root ::= "a" | "b" root'):
+        grammar = grammars.compile(Params(grammar=text))
+        data = answer(grammars, grammar, 1000, rng)
+        assert data is not None
+        assert data.strip(b"b") == b"a"
+
+
+def test_escapes_behind_a_reference_stay_whole(grammars):
+    words = ["naïve", "数据", 'a"b']
+    schema = {
+        "$defs": {"w": {"enum": words}},
+        "type": "object",
+        "properties": {"w": {"$ref": "#/$defs/w"}},
+        "required": ["w"],
+        "additionalProperties": False,
+    }
+    grammar = grammars.compile(Params(json=schema))
+    seen = {
+        json.loads(answer(grammars, grammar, 40, np.random.default_rng(seed)) or b"")["w"]
+        for seed in range(20)
+    }
+    assert seen == set(words)
+
+
+def test_white_space_is_bounded(grammars):
+    grammar = grammars.compile(Params(json={"type": "array", "items": {"type": "null"}}))
+    endings = grammar.endings
+    assert endings is not None
+    place = endings.advance(endings.start, b"[\n" + 24 * b" ")
+    assert endings.advance(place, b" ") == 0
+    tight = grammars.compile(Params(json={"const": [1, 2]}, disable_any_whitespace=True))
+    assert answer(grammars, tight, 50, np.random.default_rng(0)) == b"[1,2]"
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (Params(json={"type": "object", "patternProperties": {}}), "patternProperties"),
+        (Params(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (Params(json={"not": {}}), "not"),
+        (Params(json={"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "oneOf"),
+        (Params(json={"$ref": "http://example.com/x"}), "$ref"),
+        (Params(json={"$ref": "#"}), "refers to itself"),
+        (Params(json={"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"},
+                                      "minItems": 1}}, "$ref": "#/$defs/a"}), "nothing fits"),
+        (Params(json={"type": "integer", "minimum": 3, "maximum": 2}), "bounds"),
+        (Params(json={"type": "string", "maxLength": 10**9}), "too large"),
+        (Params(json=[1]), "schema"),
+        (Params(json="{"), "JSON"),
+        (Params(regex="(a"), "')'"),
+        (Params(regex=r"(a)\1"), "not served"),
+        (Params(regex="(?=a)b"), "groups"),
+        (Params(regex="(((a{1,900}){1,900}){1,900}b){1,900}" * 20), "too large"),
+        (Params(grammar="start: nowhere"), "grammar"),
+        (Params(grammar="root ::= ("), "EBNF"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_in_words(grammars, params, words):
+    with pytest.raises(RequestError) as caught:
+        grammars.compile(params)
+    assert words in str(caught.value)
+    assert caught.value.param
+
+
+def test_the_cache_is_bounded(byte_tokens):
+    grammars = Grammars(byte_tokens, VOCAB, max_kept=8)
+    first = grammars.compile(Params(choice=["first"]))
+    assert grammars.compile(Params(choice=["first"])) is first
+    for number in range(20):
+        grammars.compile(Params(choice=[f"word {number}"]))
+    assert len(grammars._kept) == 8
+    assert grammars.kept(Params(choice=["first"])) is None
