@@ -75,7 +75,8 @@ class _Chunks:
     def _event(self, number: int, output: RequestOutput, part: CompletionOutput) -> bytes:
         self.usage.completion_tokens += len(part.token_ids)
         index = self._job.index(number, part.index)
-        event = self.writer.choices([self._form.chunk(index, output, part)], self.usage)
+        chunk = self._form.chunk(index, output, part)
+        event = b"" if chunk is None else self.writer.choices([chunk], self.usage)
         opening = None if index in self._opened else self._form.opening(index)
         self._opened.add(index)
         return event if opening is None else self.writer.choices([opening], self.usage) + event

@@ -24,7 +24,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.prompt is None:
-        ids = (await encode_chat(body, engine))["prompt_token_ids"]
+        ids = (await encode_chat(body, engine, body.tools))["prompt_token_ids"]
     else:
         check_text(body.prompt, engine)
         adds = body.add_special_tokens is not False

@@ -48,6 +48,16 @@ class ModelSettings:
     override_generation_config: dict[str, Any] = setting({}, "default sampling parameters, JSON")
     hf_overrides: dict[str, Any] = setting({}, "values put over the model's configuration, JSON")
     chat_template: str | None = setting(None, "file with another Jinja chat template")
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model decide about calls of tools; needs --tool-call-parser"
+    )
+    tool_call_parser: (
+        Literal["hermes", "llama3_json", "mistral", "pythonic", "qwen3", "qwen3_coder", "qwen3_xml"]
+        | None
+    ) = setting(None, "the form in which the model writes calls of tools")
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = setting(
+        None, "the form of the model's reasoning, which is then told apart from its answer"
+    )
 
     def __post_init__(self):
         if self.trust_remote_code:
@@ -57,6 +67,10 @@ class ModelSettings:
         if self.max_model_len is not None and self.max_model_len != -1:
             _check("max_model_len", self.max_model_len, 1, 2**24)
         _check("seed", self.seed, 0, 2**63 - 1)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError(
+                "--enable-auto-tool-choice needs --tool-call-parser: say how the model writes calls"
+            )
 
 
 @dataclass(frozen=True)

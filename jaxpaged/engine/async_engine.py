@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from jaxpaged.config.settings import EngineConfig
+from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.engine.assembler import Assembler
@@ -75,8 +75,12 @@ class AsyncLLM:
         return self._parts.model.max_len
 
     @property
+    def model_settings(self) -> ModelSettings:
+        return self._parts.config.model
+
+    @property
     def served_model_names(self) -> tuple[str, ...]:
-        settings = self._parts.config.model
+        settings = self.model_settings
         return settings.served_model_name or (settings.model,)
 
     @property

@@ -1,17 +1,24 @@
 """/v1/chat/completions: a body to a job, and how its answers are written."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from jaxpaged.config.settings import ModelSettings
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.errors import UnsupportedParameter
 from jaxpaged.openai.chunks import CHAT, Envelope, Usage
 from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
 from jaxpaged.openai.params import chat_params, salt_of
+from jaxpaged.openai.parsed import ParsedAnswer
 from jaxpaged.openai.prompts import encode_chat
 from jaxpaged.openai.schema import ChatRequest, decode_body
+from jaxpaged.openai.tools import ToolUse, tool_use
+from jaxpaged.text.reasoning import ReasoningParser, begins_in_reasoning
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
@@ -30,9 +37,34 @@ async def chat_job(
         RequestError: what can never be served.
     """
     params = chat_params(body, engine.default_sampling())
-    prompt = await encode_chat(body, engine)
-    envelope, form = Envelope.new("chatcmpl", model), ChatForm(body, engine)
+    use = tool_use(body, engine.model_settings)
+    if use.is_forced:
+        raise UnsupportedParameter(
+            "tool_choice required or one tool is not served: use auto", param="tool_choice"
+        )
+    if use.needs_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    prompt = await encode_chat(body, engine, use.shown)
+    form = ChatForm(body, engine, _parsing(body, use, engine.model_settings, prompt["prompt"]))
+    envelope = Envelope.new("chatcmpl", model)
     return Job(body, [prompt], params, envelope, form, salt_of(body, key_id), key_id, usage)
+
+
+def _parsing(
+    body: ChatRequest, use: ToolUse, settings: ModelSettings, prompt: str
+) -> Callable[[], ParsedAnswer] | None:
+    """Makes what reads one answer; None where its text is content as it stands."""
+    parser = settings.reasoning_parser
+    if use.is_forced or parser is None:
+        if use.mode == "none":
+            return None
+        return lambda: ParsedAnswer(None, use.parser())
+    is_open = begins_in_reasoning(parser, prompt)
+    return lambda: ParsedAnswer(
+        ReasoningParser(is_open=is_open),
+        use.parser(),
+        shows_reasoning=body.include_reasoning is not False,
+    )
 
 
 class ChatForm:
@@ -40,35 +72,58 @@ class ChatForm:
 
     kind, chunk_kind = CHAT, f"{CHAT}.chunk"
 
-    def __init__(self, body: ChatRequest, engine: ServedEngine):
-        self._body = body
+    def __init__(
+        self,
+        body: ChatRequest,
+        engine: ServedEngine,
+        parsing: Callable[[], ParsedAnswer] | None = None,
+    ):
+        self._body, self._parsing = body, parsing
+        self._answers: dict[int, ParsedAnswer] = {}
         as_ids = bool(body.return_tokens_as_token_ids)
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
-        self.is_plain = not (body.logprobs or body.return_token_ids)
+        self.is_plain = not (body.logprobs or body.return_token_ids or parsing)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": part.text, "refusal": None},
-        }
-        choice |= self._rest(part)
+        answer = self._answer(index)
+        if answer is None:
+            message = {"role": "assistant", "content": part.text, "refusal": None}
+        else:
+            message = answer.message(part.text)
+        choice: dict[str, Any] = {"index": index, "message": message}
+        choice |= self._rest(part, answer)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(output.prompt_token_ids)
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
         return choice
 
-    def chunk(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": part.text}} | self._rest(part)
+    def chunk(
+        self, index: int, output: RequestOutput, part: CompletionOutput
+    ) -> dict[str, Any] | None:
+        answer, ends = self._answer(index), part.finish_reason is not None
+        if answer is None:
+            delta: dict[str, Any] = {"content": part.text}
+        else:
+            delta = answer.delta(part.text, ends=ends)
+            if not (delta or ends or self._body.logprobs or self._body.return_token_ids):
+                return None
+        return {"index": index, "delta": delta} | self._rest(part, answer)
 
-    def _rest(self, part: CompletionOutput) -> dict[str, Any]:
+    def _answer(self, index: int) -> ParsedAnswer | None:
+        if self._parsing is not None and index not in self._answers:
+            self._answers[index] = self._parsing()
+        return self._answers.get(index)
+
+    def _rest(self, part: CompletionOutput, answer: ParsedAnswer | None) -> dict[str, Any]:
+        reason = part.finish_reason
         rest: dict[str, Any] = {
             "logprobs": self._logprobs(part),
-            "finish_reason": part.finish_reason,
+            "finish_reason": reason if answer is None else answer.finish_reason(reason),
             "stop_reason": part.stop_reason,
         }
         if self._body.return_token_ids:

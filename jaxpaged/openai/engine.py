@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxpaged.config.settings import ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Request
 from jaxpaged.engine.inbox import EventSink
@@ -24,6 +25,8 @@ class ServedEngine(Protocol):
     def vocab(self) -> int: ...
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def model_settings(self) -> ModelSettings: ...
     @property
     def served_model_names(self) -> tuple[str, ...]: ...
     @property

@@ -25,8 +25,10 @@ class Form(Protocol):
         """An answer, whole."""
         ...
 
-    def chunk(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
-        """What a step added to an answer."""
+    def chunk(
+        self, index: int, output: RequestOutput, part: CompletionOutput
+    ) -> dict[str, Any] | None:
+        """What a step added to an answer; None where there is nothing to tell yet."""
         ...
 
 

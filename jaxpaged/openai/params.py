@@ -44,10 +44,6 @@ def chat_params(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParam
     for name in _NOT_SERVED_IN_CHAT:
         if getattr(body, name) is not None:
             raise UnsupportedParameter(f"{name} is not served: leave it out", param=name)
-    if body.tools and body.tool_choice != "none":
-        raise UnsupportedParameter(
-            "tools are not served: leave them out, or set tool_choice to none", param="tools"
-        )
     if any(kind != "text" for kind in body.modalities or ()):
         raise UnsupportedParameter("modalities: only text is served", param="modalities")
     values = _common(body, defaults)

@@ -63,8 +63,15 @@ def check_text(text: str, engine: ServedEngine, param: str = "prompt") -> None:
         )
 
 
-async def encode_chat(body: ChatRequest | TokenizeRequest, engine: ServedEngine) -> dict[str, Any]:
-    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`, through the chat template."""
+async def encode_chat(
+    body: ChatRequest | TokenizeRequest,
+    engine: ServedEngine,
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`, through the chat template.
+
+    `tools` are those that the template is to show.
+    """
     messages = [_checked_message(i, m) for i, m in enumerate(body.messages or ())]
     if not messages:
         raise RequestError("messages is empty: it needs at least one", param="messages")
@@ -89,7 +96,7 @@ async def encode_chat(body: ChatRequest | TokenizeRequest, engine: ServedEngine)
         messages,
         add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
         continue_final_message=goes_on,
-        tools=body.tools if isinstance(body, TokenizeRequest) else None,
+        tools=tools,
         **options,
     )
 
@@ -107,9 +114,14 @@ def _checked_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(
             f"{where}.content must be text or a list of parts", param=f"{where}.content"
         )
-    if not message.get("tool_calls"):
-        return dict(message)
-    return {**message, "tool_calls": _parsed_calls(f"{where}.tool_calls", message["tool_calls"])}
+    checked = dict(message)
+    if content is None and message["role"] == "assistant":
+        checked["content"] = ""  # templates would write None
+    if message.get("tool_calls"):
+        checked["tool_calls"] = _parsed_calls(f"{where}.tool_calls", message["tool_calls"])
+    if isinstance(message.get("reasoning"), str):
+        checked.setdefault("reasoning_content", message["reasoning"])  # the templates' name
+    return checked
 
 
 def _check_part(where: str, part: Mapping[str, Any]) -> None:

@@ -122,7 +122,6 @@ async def test_template_keywords_reach_the_template(start):
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template": "x"}, "chat_template"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -2,6 +2,7 @@
 
 After token t come t + 1 (log-probability -0.661), t + 2 (-1.661) and all others (-7.459), or what
 a table of successors says. Greedy unless a request has a temperature: then the seed decides.
+With a `script` every answer is that text.
 """
 
 import random
@@ -23,7 +24,7 @@ from jaxpaged.metrics import EngineLoad, EngineMetrics
 from jaxpaged.text.detokenizer import Detokenizer
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import load_tokenizer
-from tests.support.models import EMOJI_RING, VOCAB, write_tokenizer
+from tests.support.models import EMOJI_RING, EOS, VOCAB, byte_ids, write_tokenizer
 
 NEXT, AFTER_NEXT, REST = -0.661, -1.661, -7.459
 
@@ -44,6 +45,7 @@ class FakeEngine:
     tokenizer: Any
     metrics: EngineMetrics
     successors: Mapping[int, int] = field(default_factory=dict)
+    script: str = ""
     before_step: Callable[[int], None] = lambda step: None
     num_steps: int = 0
     num_aborted: int = 0
@@ -128,6 +130,8 @@ class FakeEngine:
         return event if stopped_by is None else _with_stop(event, stopped_by)
 
     def _pick(self, answer: _Answer, last: int) -> int:
+        if self.script:
+            return [*byte_ids(self.script), EOS][answer.num_new]
         biases = answer.request.params.logit_bias or {}
         following = self.follow(last)
         if answer.request.params.temperature > 0:
@@ -184,15 +188,17 @@ def fake_llm(
     default_sampling: dict[str, Any] | None = None,
     max_num_queued_reqs: int | None = None,
     adds_bos: bool = False,
+    script: str = "",
+    model_settings: dict[str, Any] | None = None,
 ) -> tuple[AsyncLLM, FakeEngine]:
     """An AsyncLLM over the successor model; its tokenizer's files are written to `folder`."""
     write_tokenizer(folder, adds_bos=adds_bos)
     tokenizer = load_tokenizer(folder)
     metrics = EngineMetrics(names[0], max_len)
     ring = dict(zip(EMOJI_RING, EMOJI_RING[1:] + EMOJI_RING[:1], strict=True))
-    engine: Any = FakeEngine(tokenizer, metrics, ring if emoji else {})
+    engine: Any = FakeEngine(tokenizer, metrics, ring if emoji else {}, script)
     config = EngineConfig(
-        model=ModelSettings(model=str(folder), served_model_name=names),
+        model=ModelSettings(model=str(folder), served_model_name=names, **(model_settings or {})),
         scheduler=SchedulerSettings(max_num_queued_reqs=max_num_queued_reqs),
     )
     model = ModelConfig(

@@ -2,11 +2,14 @@
 
 import json
 import random
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.config.settings import ModelSettings
+from jaxpaged.errors import ConfigError
 from jaxpaged.text.answer_parts import AnswerPart, CallArguments, CallStart, Content, merged
 from jaxpaged.text.json_scanner import JsonScanner
 from jaxpaged.text.tools import FORMATS, ToolParser, read_named, read_required
@@ -228,3 +231,13 @@ def test_any_pieces_give_the_same_and_arguments_are_prefixes_of_json(name, text,
         assert scanner.take(arguments) == (arguments, len(arguments))
         assert arguments[:1] == "{"
         assert not scanner.is_broken
+
+
+def test_the_flag_names_every_format():
+    hints = get_type_hints(ModelSettings)["tool_call_parser"]
+    assert set(get_args(get_args(hints)[0])) == set(FORMATS)
+
+
+def test_auto_choice_without_a_parser_is_refused_at_start():
+    with pytest.raises(ConfigError, match="--tool-call-parser"):
+        ModelSettings(enable_auto_tool_choice=True)
