@@ -3,13 +3,14 @@
     python benchmarks/scheduler_speed.py [--seqs 256 1024] [--steps 200]
 
 Prints median and least CPU time of each part in microseconds, for running decodes one step ahead of
-the device, and the time to hash a long prompt.
+the device, the first step of a long prompt, and the time to hash it.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import default_ladder
@@ -78,6 +79,43 @@ def time_steps(num_seqs: int, params: SamplingParams, num_steps: int) -> dict[st
     return times
 
 
+def time_admission(num_tokens: int) -> dict[str, float]:
+    """Seconds of the first step of a long prompt, queueing included: cold, and found whole.
+
+    Its hashes are there already: the thread that tokenises makes them.
+    """
+    limits = SchedulerLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=8192,
+        max_model_len=2 * num_tokens,
+        enable_prefix_caching=True,
+        long_prefill_token_threshold=0,
+        reserve_full_prompt=True,
+    )
+    pool = PagePool(4 * num_tokens // PAGE_SIZE, PAGE_SIZE)
+    scheduler = Scheduler(limits, pool, PrefixCache(pool))
+    ids = tuple((i * 7919) % VOCAB for i in range(num_tokens))
+    request = Request("0", ids, KINDS["greedy"], 2048, 0, 0.0, frozenset({2}))
+    request = replace(request, page_hashes=tuple(page_hashes(ids, PAGE_SIZE, "")))
+    times: dict[str, float] = {}
+    for seq_id, kind in enumerate(("cold", "warm")):
+
+        def begin(seq_id: int = seq_id) -> StepPlan:
+            hashes = list(request.page_hashes)
+            seq = Sequence(seq_id, request, 0, list(ids), num_tokens, page_hashes=hashes)
+            scheduler.add(seq)
+            return scheduler.schedule()
+
+        plan, times[kind] = timed(begin)
+        while plan:
+            samples = plan.columns.samples
+            scheduler.commit(plan, [11 if yes else None for yes in samples])
+            if samples[0]:
+                scheduler.abort(plan.columns.seqs[0])
+            plan = scheduler.schedule()
+    return times
+
+
 def timed[T](call: Callable[[], T]) -> tuple[T, float]:
     start = time.thread_time()
     result = call()
@@ -96,6 +134,8 @@ def main() -> None:
             for name, seconds in [*times.items(), ("all", total)]:
                 median, least = statistics.median(seconds) * 1e6, min(seconds) * 1e6
                 print(f"{num_seqs:5} {kind:10} {name:9} median {median:7.0f} least {least:7.0f} us")
+    for kind, seconds in time_admission(100_000).items():
+        print(f"admission of 100,000 tokens, {kind}: {seconds * 1e3:.1f} ms")
     ids = [(i * 7919) % VOCAB for i in range(100_000)]
     seconds = min(timed(lambda: page_hashes(ids, PAGE_SIZE, ""))[1] for _ in range(5))
     print(f"hashes of {len(ids)} tokens: {seconds * 1e3:.1f} ms")

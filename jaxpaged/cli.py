@@ -11,6 +11,7 @@ from jaxpaged import __version__
 COMMANDS = {
     "serve": ("server.command", "serve a model through OpenAI's API"),
     "generate": ("jaxpaged.generate", "continue prompts, or answer a batch file"),
+    "replay": ("jaxpaged.replay", "plan a recorded run again and compare"),
     "bench": ("jaxpaged.bench.command", "measure throughput, latency and start-up"),
 }
 

@@ -121,6 +121,9 @@ class SchedulerSettings:
     admission: Literal["evict", "no-evict"] = setting(
         "evict", "no-evict: admit a sequence only when all of its max_tokens fit: no preemption"
     )
+    record: str | None = setting(
+        None, "file for all that the scheduler is asked, token ids included, for `jaxpaged replay`"
+    )
     scheduler_reserve_full_isl: bool = setting(True, "admit a prompt only when all of it fits")
     enable_chunked_prefill: bool = setting(True, "let a prompt take several steps")
     async_scheduling: bool = setting(True, "plan the next step while one runs")

@@ -1,10 +1,11 @@
-"""How much a step may take, and where a sequence ends."""
+"""How much a step may take, where a sequence ends, and what must hold in between."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 
 from jaxpaged.core.policies import PolicyName
-from jaxpaged.core.sequence import Sequence
-from jaxpaged.errors import ConfigError
+from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.errors import ConfigError, InvariantError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +56,23 @@ def stop_cause(seq: Sequence) -> tuple[str, int | None] | None:
         if params.stop_token_ids and token in params.stop_token_ids:
             return "stop", token
     return ("length", None) if len(seq.token_ids) > seq.num_needed_tokens else None
+
+
+def check_states(
+    running: Seq[Sequence], waiting: Seq[Sequence], free_slots: Seq[int], num_slots: int
+) -> None:
+    """Compare slots and states with where sequences are kept.
+
+    Raises:
+        InvariantError: something does not add up.
+    """
+    slots = [seq.slot for seq in running] + list(free_slots)
+    if sorted(slots, key=str) != sorted(range(num_slots), key=str):
+        raise InvariantError(f"scheduler: slots {slots} are not each used or free once")
+    for seqs, state in ((running, SeqState.RUNNING), (waiting, SeqState.WAITING)):
+        for seq in seqs:
+            if seq.state is not state or (state is SeqState.WAITING and seq.page_ids):
+                raise InvariantError(
+                    f"sequence {seq.seq_id} is {seq.state.value} with "
+                    f"{len(seq.page_ids)} pages among the {state.value} ones"
+                )

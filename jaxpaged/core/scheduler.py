@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence as Seq
 
-from jaxpaged.core.limits import SchedulerLimits, stop_cause
+from jaxpaged.core.limits import SchedulerLimits, check_states, stop_cause
 from jaxpaged.core.logit_edits import check_edits
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, StepPlan
@@ -31,6 +31,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold pages, oldest first."""
+        return list(self._running.values())
 
     @property
     def num_waiting(self) -> int:
@@ -84,6 +89,10 @@ class Scheduler:
             self._waiting.remove(seq)
         seq.become(SeqState.FINISHED)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages; those that are held stay with their holders."""
+        self.cache.reset()
 
     def schedule(self) -> StepPlan:
         """Choose the next step's work: who computes how many tokens.
@@ -142,17 +151,7 @@ class Scheduler:
         self.pool.check()
         self.pool.check_holders(seq.page_ids for seq in self._running.values())
         self.cache.check()
-        slots = [seq.slot for seq in self._running.values()] + self._free_slots
-        if sorted(slots, key=str) != sorted(range(self.limits.max_num_seqs), key=str):
-            raise InvariantError(f"scheduler: slots {slots} are not each used or free once")
-        running = self._running.values()
-        for seqs, state in ((running, SeqState.RUNNING), (self._waiting, SeqState.WAITING)):
-            for seq in seqs:
-                if seq.state is not state or (state is SeqState.WAITING and seq.page_ids):
-                    raise InvariantError(
-                        f"sequence {seq.seq_id} is {seq.state.value} with "
-                        f"{len(seq.page_ids)} pages among the {state.value} ones"
-                    )
+        check_states(self.running, list(self._waiting), self._free_slots, self.limits.max_num_seqs)
 
     def _plan_running(self, draft: PlanDraft) -> None:
         """Rows of the sequences that hold pages, the last to give way first."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxpaged.core.packing import PackedLayout
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.recording import RecordedScheduler
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, machine_identity
@@ -175,6 +176,8 @@ def _device_side(
         scheduling_policy=sched.policy,
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool))
+    if sched.record is not None:
+        scheduler = cast("Scheduler", RecordedScheduler(scheduler, Path(sched.record)))
     processors = dict(logits_processors or {})
     bits = {name: bit for bit, name in enumerate(processors)}
     builder = BatchBuilder(pages_per_seq, page_size, max_num_seqs, model.vocab, bits)

@@ -187,7 +187,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages that no sequence holds."""
-        self.parts.engine.scheduler.cache.reset()
+        self.parts.engine.scheduler.reset_prefix_cache()
 
     def update_params(self, params: Params) -> None:
         """Serve other weights from now on; cached pages are forgotten.

@@ -1,0 +1,227 @@
+"""The scheduler without a device: how full it keeps the pages, and random workloads.
+
+    python -m benchmarks.schedule_simulation pages [--requests 10000] [--pages 20000] [--policy P]
+    python -m benchmarks.schedule_simulation random [--workloads 10000] [--seed 0]
+
+`pages` runs requests of 32 to 1,024 prompt tokens and 32 to 512 output tokens, all queued at once,
+and prints for the steps in which requests wait: tokens stored / tokens of the pages held by
+sequences, and pages held / pool; cached pages do not count. `random` runs many small workloads with
+random limits, policies, aborts, shared prefixes and forks; after each step all bookkeeping is
+checked, and in the end all must have finished and every page be free.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.plan import StepPlan
+from jaxpaged.core.policies import PolicyName
+from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.core.sequence import SeqState, Sequence
+
+VOCAB, EOS = 32_000, 2
+POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "fair", "sjf")
+
+
+def make_request(number: int, prompt: list[int], max_tokens: int, **fields: object) -> Request:
+    request = Request(
+        request_id=str(number),
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        seed=number,
+        arrival_time=0.0,
+        eos_token_ids=frozenset({EOS}),
+    )
+    return replace(request, **fields)
+
+
+@dataclass
+class Simulation:
+    """The engine's loop, one step ahead, over a device that samples any token."""
+
+    scheduler: Scheduler
+    rng: random.Random
+    in_flight: deque[StepPlan] = field(default_factory=deque[StepPlan])
+    num_seqs: int = 0
+
+    def add(self, request: Request) -> list[Sequence]:
+        seqs: list[Sequence] = []
+        for choice in range(request.params.n):
+            prompt = list(request.prompt_token_ids)
+            seq = Sequence(self.num_seqs, request, choice, prompt, len(prompt))
+            self.num_seqs += 1
+            self.scheduler.add(seq)
+            seqs.append(seq)
+        return seqs
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.in_flight)
+
+    def step(self, *, max_in_flight: int = 2) -> StepPlan:
+        plan = self.scheduler.schedule()
+        if plan:
+            self.in_flight.append(plan)
+        if self.in_flight and (not plan or len(self.in_flight) >= max_in_flight):
+            done, sample = self.in_flight.popleft(), self.rng.randrange
+            tokens = [sample(EOS, 9) if yes else None for yes in done.columns.samples]
+            self.scheduler.commit(done, tokens)
+        elif not plan and self.scheduler.has_work:
+            raise AssertionError("nothing runs and nothing can")
+        return plan
+
+
+@dataclass(frozen=True)
+class Fullness:
+    """Of the steps in which requests waited, once the first of them had filled the pool."""
+
+    num_steps: int
+    stored: float  # mean of tokens stored / tokens of the pages held
+    least_stored: float
+    held: float  # mean of pages held / pool
+    least_held: float
+    num_preemptions: int
+    mean_with_start: float  # of pages held / pool, the steps that first fill the pool included
+
+
+def fill_pages(num_requests: int, num_pages: int, policy: PolicyName, seed: int = 0) -> Fullness:
+    """Run requests that are all queued at once; the pool, not the slots, is the limit."""
+    rng, page_size = random.Random(seed), 16
+    limits = SchedulerLimits(
+        max_num_seqs=1024,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+        enable_prefix_caching=True,
+        long_prefill_token_threshold=0,
+        reserve_full_prompt=True,
+        scheduling_policy=policy,
+    )
+    pool = PagePool(num_pages, page_size)
+    simulation = Simulation(Scheduler(limits, pool, PrefixCache(pool)), rng)
+    for number in range(num_requests):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(32, 1024))]
+        fields = {"key_name": f"key {number % 5}", "priority": number % 3}
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        request = make_request(number, prompt, rng.randint(32, 512), params=params, **fields)
+        simulation.add(request)
+    stored: list[float] = []
+    held: list[float] = []
+    scheduler, first_full = simulation.scheduler, 0
+    while simulation.has_work:
+        simulation.step()
+        if not scheduler.num_waiting:
+            continue
+        pages, free_places = pool.num_held, 0
+        for seq in scheduler.running:
+            free_places += len(seq.page_ids) * page_size - seq.num_computed_tokens
+        stored.append(1 - free_places / (pages * page_size))
+        held.append(pages / pool.num_usable)
+        if not first_full and held[-1] > 0.9:
+            first_full = len(held)
+    assert pool.num_held == 0
+    return Fullness(
+        len(held) - first_full,
+        statistics.fmean(stored[first_full:]),
+        min(stored[first_full:]),
+        statistics.fmean(held[first_full:]),
+        min(held[first_full:]),
+        scheduler.num_preemptions,
+        statistics.fmean(held),
+    )
+
+
+def random_workload(seed: int) -> int:
+    """Run one small workload to its end and return the number of preemptions.
+
+    Raises:
+        InvariantError, AssertionError: pages, slots or sequences do not add up.
+    """
+    rng = random.Random(seed)
+    page_size, longest = rng.choice([1, 2, 4]), 48
+    limits = SchedulerLimits(
+        max_num_seqs=rng.randint(1, 6),
+        max_num_batched_tokens=rng.choice([1, 3, 8, 24, 64]),
+        max_model_len=longest,
+        enable_prefix_caching=rng.random() < 0.8,
+        long_prefill_token_threshold=rng.choice([0, 0, 3]),
+        max_num_scored_tokens=rng.choice([2, 8, 256]),
+        reserve_full_prompt=rng.random() < 0.5,
+        reserve_whole_answer=rng.random() < 0.2,
+        scheduling_policy=rng.choice(POLICIES),
+    )
+    fewest = longest // page_size + 2
+    pool = PagePool(rng.randint(fewest, 3 * fewest), page_size)
+    scheduler = Scheduler(limits, pool, PrefixCache(pool, rng.choice([256, 4])))
+    simulation, seqs = Simulation(scheduler, rng), list[Sequence]()
+    arrivals = sorted(rng.randrange(20) for _ in range(rng.randint(1, 10)))
+    max_in_flight, step = rng.choice([1, 2, 2]), 0
+    while arrivals or simulation.has_work:
+        while arrivals and arrivals[0] <= step:
+            arrivals.pop(0)
+            seqs += simulation.add(_random_request(rng, step, len(seqs), longest))
+        if seqs and rng.random() < 0.03:
+            scheduler.abort(rng.choice(seqs))
+        if simulation.has_work:
+            simulation.step(max_in_flight=max_in_flight)
+        scheduler.check()
+        step += 1
+        if step > 5000:
+            raise AssertionError(f"workload {seed}: not finished after {step} steps")
+    if pool.num_held or not all(seq.state is SeqState.FINISHED for seq in seqs):
+        raise AssertionError(f"workload {seed}: a page is held or a sequence has not finished")
+    return scheduler.num_preemptions
+
+
+def _random_request(rng: random.Random, step: int, number: int, longest: int) -> Request:
+    prompt = [7] * rng.randint(0, 14) + [rng.randint(6, 9) for _ in range(rng.randint(1, 12))]
+    max_tokens = rng.randint(0, longest - len(prompt))
+    params = SamplingParams(
+        temperature=0.0,
+        n=rng.choice([1, 1, 1, 2, 4]),
+        max_tokens=max_tokens,
+        presence_penalty=rng.choice([0.0, 0.5]),
+        prompt_logprobs=rng.choice([None, None, 1]),
+        ignore_eos=rng.random() < 0.5,
+    )
+    return make_request(
+        step * 1000 + number,
+        prompt,
+        max_tokens,
+        params=params,
+        key_name=rng.choice("abc"),
+        priority=rng.randint(-1, 1),
+        cache_salt=rng.choice(["", "", "other"]),
+        banned_runs=rng.choice([(), (), ((3, 4),)]),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=("pages", "random"))
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--pages", type=int, default=20_000)
+    parser.add_argument("--policy", choices=POLICIES, default="fcfs")
+    parser.add_argument("--workloads", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    start = time.monotonic()
+    if args.what == "pages":
+        print(f"{args.policy}: {fill_pages(args.requests, args.pages, args.policy, args.seed)}")
+    else:
+        seeds = range(args.seed, args.seed + args.workloads)
+        total = sum(random_workload(seed) for seed in seeds)
+        print(f"{args.workloads} workloads ended with every page free, {total} preemptions")
+    print(f"{time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

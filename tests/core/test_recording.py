@@ -1,0 +1,105 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.core.recording import RecordedScheduler, replay
+from jaxpaged.errors import ConfigError
+from jaxpaged.replay import main
+from tests.core.fake_device import Loop, make_scheduler, make_sequence
+from tests.core.test_schedule_workloads import MAX_LEN, PAGES_OF_LONGEST, Job, sequences_of
+
+
+def record_storm(file: Path, policy="fcfs"):
+    """A preemption storm with penalties, stops, two salts, an abort and a reset, recorded."""
+    options = [
+        {"presence_penalty": 0.5},
+        {"ignore_eos": True},
+        {"stop_token_ids": [3, 4]},
+        {"ignore_eos": True, "skip_reading_prefix_cache": True},
+    ]
+    jobs = [
+        Job((7,) * (i % 9) + (6, i % 4), 30, options[i % 4], "ab"[i % 2], 0, None, "xyz"[i % 3], i)
+        for i in range(24)
+    ]
+    scheduler = make_scheduler(
+        num_pages=PAGES_OF_LONGEST * 5 // 4,
+        max_num_seqs=8,
+        max_model_len=MAX_LEN,
+        scheduling_policy=policy,
+    )
+    loop = Loop(RecordedScheduler(scheduler, file))
+    for i, seq in enumerate(sequences_of(jobs, ((3, 4),))):
+        loop.scheduler.add(seq)
+        if i == 10:
+            loop.scheduler.abort(seq)
+        if i == 15:
+            loop.scheduler.reset_prefix_cache()
+        loop.step()
+    loop.run()
+    return loop
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "sjf"])
+def test_a_recorded_storm_is_planned_the_same_again(tmp_path, policy, capsys):
+    file = tmp_path / "run.jsonl"
+    loop = record_storm(file, policy)
+    found = replay(file)
+    assert found.mismatch is None
+    assert found.num_plans == loop.num_steps
+    assert found.num_preemptions == loop.scheduler.num_preemptions > 20
+    assert main([str(file)]) == 0
+    assert "all as recorded" in capsys.readouterr().out
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_replay_finds_the_first_plan_that_differs(tmp_path, capsys):
+    file = tmp_path / "run.jsonl"
+    record_storm(file)
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    adds = [event for event in events if event["event"] == "add"]
+    adds[5]["request"]["prompt_token_ids"].append(8)  # a page earlier than recorded
+    file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = replay(file)
+    assert found.mismatch is not None
+    assert events[found.mismatch - 1]["event"] == "plan"
+    assert main([str(file)]) == 1
+    assert f"line {found.mismatch} differs" in capsys.readouterr().out
+
+
+def test_a_record_that_was_cut_off_is_replayed_up_to_there(tmp_path):
+    file = tmp_path / "run.jsonl"
+    record_storm(file)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert replay(file).mismatch is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "not the start of a record"),
+        ('{"event": "add"}\n', "not the start of a record"),
+        ("[]\n", "line 1 is no event"),
+        ("nonsense\n", "is no record"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path, text, problem, capsys):
+    file = tmp_path / "run.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        replay(file)
+    assert main([str(file)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_an_event_that_cannot_be_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "run.jsonl"
+    RecordedScheduler(make_scheduler(), file).add(make_sequence(0))
+    file.write_text(file.read_text() + '{"event": "commit", "plan": 3, "sampled": []}\n')
+    with pytest.raises(ConfigError, match=r"line 3 cannot be played: KeyError\(3\)"):
+        replay(file)
+
+
+def test_a_record_that_cannot_be_written_is_a_setting_that_cannot_work(tmp_path):
+    with pytest.raises(ConfigError, match="--record x cannot be written"):
+        RecordedScheduler(make_scheduler(), tmp_path / "none" / "x")
