@@ -31,11 +31,11 @@ class StepCost:
 def step_cost(plan: StepPlan) -> StepCost:
     """Count a plan's work."""
     kv_tokens = pairs = 0
-    for row in plan.rows:
-        end = row.start + row.q_len
-        kv_tokens += end
-        pairs += row.q_len * row.start + row.q_len * (row.q_len + 1) // 2
-    return StepCost(plan.num_tokens, len(plan.rows), kv_tokens, pairs)
+    columns = plan.columns
+    for start, q_len in zip(columns.starts, columns.q_lens, strict=True):
+        kv_tokens += start + q_len
+        pairs += q_len * start + q_len * (q_len + 1) // 2
+    return StepCost(plan.num_tokens, len(columns), kv_tokens, pairs)
 
 
 def matrix_params(model: ModelConfig) -> int:

@@ -14,6 +14,7 @@ from jaxpaged.bench.targets import WORKLOAD_UNITS, Target, workload_target
 from jaxpaged.bench.workloads import WORKLOADS, WorkItem, build, digest
 from jaxpaged.config.flags import add_engine_flags, config_from_args
 from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.request import Request
 from jaxpaged.engine.factory import build_engine
 from jaxpaged.engine.llm import LLM
@@ -107,8 +108,8 @@ def run_once(llm: LLM, items: list[WorkItem]) -> Run:
         jobs.append((None, request))
         lengths[request.request_id] = item.output_len
     llm.reset_prefix_cache()
-    costs: list[StepCost] = []
-    engine.on_step = lambda plan: costs.append(step_cost(plan))
+    plans: list[StepPlan] = []
+    engine.on_step = plans.append
     padded, first, start = engine.num_padded_tokens, 0.0, time.monotonic()
     for output in llm.run(jobs, max_inflight=len(jobs)):
         made, asked = len(output.outputs[0].token_ids), lengths[output.request_id]
@@ -118,6 +119,7 @@ def run_once(llm: LLM, items: list[WorkItem]) -> Run:
             first = output.metrics.first_token_time - start
     seconds = time.monotonic() - start
     engine.on_step = None
+    costs = [step_cost(plan) for plan in plans]  # not while the clock runs
     return Run(seconds, first, costs, engine.num_padded_tokens - padded)
 
 
