@@ -12,8 +12,8 @@ from jaxpaged.config.flags import ArgumentParser
 from jaxpaged.config.settings import CacheSettings
 from jaxpaged.errors import ConfigError, JaxPagedError, WeightsError
 
-COMMANDS = ("kernels", "step", "throughput", "latency", "startup", "peer")
-LEAVE_DEVICE_ALONE = ("startup", "peer")  # their children need it
+COMMANDS = ("kernels", "step", "throughput", "latency", "startup", "peer", "serve")
+LEAVE_DEVICE_ALONE = ("startup", "peer", "serve")  # their children need it
 
 
 def main(argv: Sequence[str] | None = None) -> int:

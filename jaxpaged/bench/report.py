@@ -39,11 +39,15 @@ class Report:
         """Add one measurement."""
         self.take({"label": label} | line)
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Add a line as it is; only those of measurements come into the table."""
-        if "label" in line:
-            self._lines.append(line)
+    def take(self, line: dict[str, Any], row: dict[str, Any] | None = None) -> None:
+        """Add a line as it is; in the table stands `row`, or the line of a measurement itself."""
+        if row is not None or "label" in line:
+            self._lines.append(line if row is None else row)
         self._write(line)
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Add to the table alone."""
+        self._lines.append(row)
 
     def kernels(self, times: dict[str, tuple[int, float]], most: int) -> None:
         """List the kernels that took the longest: launches, microseconds in all, name."""

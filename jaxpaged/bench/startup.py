@@ -8,6 +8,7 @@ import tempfile
 import time
 
 from jaxpaged.bench.report import Report
+from jaxpaged.errors import JaxPagedError
 
 _CHILD = """
 import sys, time, json
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             seconds = time.monotonic() - start
             if done.returncode:
-                raise RuntimeError(done.stderr.strip().splitlines()[-1])
+                last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+                raise JaxPagedError(f"the {state} start failed: {last[0]}")
             told = json.loads(done.stdout.strip().splitlines()[-1])
             line = {"cache": state, "seconds": round(seconds, 2)}
             line |= {name: round(s, 2) for name, s in told["phases"].items()}

@@ -53,6 +53,12 @@ WORKLOAD_UNITS = {
     "latency": ("ms", "ms_per_token_after_first", 1 / 1.1),
     "prefill": ("tok/s", "prompt_tok_per_s", 1.0),
 }
+HTTP = {  # goals of the loads of `bench serve` for qwen2.5-7b, in the client's columns
+    "decode": {"output_tok_per_s": 28000},
+    "mixed": {"output_tok_per_s": 14000, "ttft_ms": {"p50": 100, "p99": 1500}},
+    "open": {"ttft_ms": {"p50": 18, "p99": 40}, "itl_ms": {"p50": 4.0, "p99": 10}},
+    "latency": {"ttft_ms": {"p50": 9}, "tpot_ms": {"p50": 3.8}},
+}
 
 
 def workload_target(model: str, workload: str) -> Target | None:

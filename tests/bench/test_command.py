@@ -95,3 +95,23 @@ def test_the_floor_is_the_peers_figure_with_a_tenth_on_top():
     assert decode.floor == pytest.approx(19448 * 1.1)
     assert latency.floor == pytest.approx(4.8664 / 1.1, abs=0.01)
     assert workload_target("mine", "decode") is None
+
+
+@pytest.mark.slow
+def test_serve_starts_a_server_and_every_answer_has_its_length(model, tmp_path, capsys):
+    file = tmp_path / "lines.jsonl"
+    engine = "--cpu-kvcache-space 0.01 --max-num-seqs 2 --compile-cache-dir="
+    words = f"serve --model {model} --loads latency --limit 2 --json {file}"
+    assert main([*words.split(), "--server-args", engine]) == 0
+    line = lines_of(file)[-1]
+    assert (line["ok"], line["output_tokens"], line["text_chunk_share"]) == (2, 512, 1.0)
+    table = capsys.readouterr().out
+    assert "vllm rust" in table
+    assert "goal" in table
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_is_told_in_one_line(model, capsys):
+    words = f"serve --model {model} --server-args"
+    assert main([*words.split(), "--max-model-len 9000"]) == 1
+    assert "max_model_len" in capsys.readouterr().err
