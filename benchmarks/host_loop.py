@@ -38,7 +38,7 @@ class InstantDevice:
     num_compilations = 0
 
     def dispatch(self, batch: HostBatch) -> PendingStep:
-        return PendingStep(batch.bucket, batch.packed)
+        return PendingStep(batch.bucket, batch.forward)
 
     def read(self, pending: PendingStep) -> StepResult:
         rows = pending.bucket.num_seqs

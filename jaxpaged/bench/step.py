@@ -117,9 +117,7 @@ def decode_batch(
             f"{rows} rows of {context} tokens need {rows * pages} pages, the pool has "
             f"{num_pages - 1} and a row at most {pages_per_seq}: choose a smaller case"
         )
-    layout = PackedLayout(bucket, pages_per_seq, vocab)
-    packed = np.zeros(layout.size, np.int32)
-    views = layout.views(packed)
+    batch, views = PackedLayout(bucket, pages_per_seq, vocab).new_batch()
     random = np.random.RandomState(0)
     table = 1 + random.permutation(num_pages - 1)[: rows * pages].reshape(rows, pages)
     views["token_ids"][:] = random.randint(0, vocab, rows)
@@ -128,7 +126,8 @@ def decode_batch(
     views["slot_mapping"][:] = table[:, -1] * page_size + (context - 1) % page_size
     views["kv_lens"][:] = context
     views["cu_q_lens"][:] = np.arange(rows + 1)
-    views["seq_slots"][:] = views["logit_rows"][:] = views["sample_rows"][:] = np.arange(rows)
+    for name in ("seq_slots", "sample_slots", "logit_rows"):
+        views[name][:] = np.arange(rows)
     if bucket.sampler != "greedy":
         views["temperature"][:] = random.uniform(0.5, 1.2, rows)
         views["top_k"][:] = random.choice([0, 20, 50], rows)
@@ -138,4 +137,4 @@ def decode_batch(
         views["repetition_penalty"][:] = 1.1
         views["bias_ids"][:] = vocab
         views["mask"][:] = np.uint32(2**32 - 1)
-    return HostBatch(bucket, packed)
+    return batch

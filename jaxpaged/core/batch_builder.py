@@ -73,9 +73,7 @@ class BatchBuilder:
             raise InvariantError(
                 f"{len(rows)} rows of {num_tokens} tokens do not fit into {bucket}"
             )
-        layout = self._layout(bucket)
-        packed = np.zeros(layout.size, np.int32)
-        views = layout.views(packed)
+        batch, views = self._layout(bucket).new_batch()
         self._follow(rows)
         slots = np.array(rows.slots, np.int32)
         starts = np.array(rows.starts, np.int32)
@@ -88,7 +86,7 @@ class BatchBuilder:
             self._fill_edits(views, rows, slots)
         if bucket.sampler == "scored":
             _fill_targets(views["targets"], rows)
-        return HostBatch(bucket, packed)
+        return batch
 
     def _layout(self, bucket: Bucket) -> PackedLayout:
         if bucket not in self._layouts:
@@ -166,13 +164,15 @@ class BatchBuilder:
         ends = np.cumsum(q_lens, dtype=np.int32)
         views["cu_q_lens"][1 : num + 1] = ends
         views["cu_q_lens"][num + 1 :] = ends[-1] if num else 0
-        views["seq_slots"][:num] = slots
-        views["seq_slots"][num:] = self.max_num_seqs
-        last, every = views["logit_rows"], views["sample_rows"]
+        for name in ("seq_slots", "sample_slots"):
+            views[name][:num] = slots
+            views[name][num:] = self.max_num_seqs
+        last = views["logit_rows"]
         if bucket.sampler == "scored":
-            last, every = every, last
+            last[:] = np.arange(len(last), dtype=np.int32)
+            last = views["sample_rows"]
+            last[num:] = bucket.num_logits
         last[:num] = ends - 1
-        every[:] = np.arange(len(every), dtype=np.int32)
 
     def _fill_sampling(self, views: Views, slots: np.ndarray, positions: np.ndarray) -> None:
         num = len(slots)

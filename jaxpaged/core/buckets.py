@@ -1,4 +1,4 @@
-"""Padded sizes: one compiled program each."""
+"""Padded sizes: a forward program for each size, a sampling program for each number of rows."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,19 +19,11 @@ _GPU_TOKENS = (
     *(16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384),
 )
-_GPU_SEQS_OF_FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_GPU_TOKENS_OF_FULL = (
-    *(16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
-)
 _CPU_SEQS, _CPU_TOKENS = (1, 2, 4, 8), (16, 64, 256)
-# rows of a decode step and tokens of a mixed one
-_SIZES: dict[str, dict[SamplerKind, tuple[_Sizes, _Sizes]]] = {
-    "cpu": {"greedy": (_CPU_SEQS, _CPU_TOKENS), "full": (_CPU_SEQS, _CPU_TOKENS)},
-    "gpu": {
-        "greedy": (_GPU_SEQS, _GPU_TOKENS),
-        "sampled": (_GPU_SEQS, _GPU_TOKENS),
-        "full": (_GPU_SEQS_OF_FULL, _GPU_TOKENS_OF_FULL),
-    },
+# rows of a decode step, tokens of a mixed one, and samplers
+_SIZES: dict[str, tuple[_Sizes, _Sizes, tuple[SamplerKind, ...]]] = {
+    "cpu": (_CPU_SEQS, _CPU_TOKENS, ("greedy", "full")),
+    "gpu": (_GPU_SEQS, _GPU_TOKENS, ("greedy", "sampled", "full")),
 }
 _TOKENS_OF_FEW = (128, 256, 512)  # on a GPU: a short prompt alone need not sample for all rows
 _FEW_SEQS = 16
@@ -59,6 +51,16 @@ class Bucket:
     @property
     def num_logits(self) -> int:
         return self.num_tokens if self.sampler == "scored" else self.num_seqs
+
+    @property
+    def forward_name(self) -> str:
+        """Names the program that computes the logits: buckets that share it differ in sampler."""
+        return f"forward {self.kind} {self.num_tokens} {self.num_seqs} {self.num_logits}"
+
+    @property
+    def sample_name(self) -> str:
+        """Names the program that samples from the logits."""
+        return f"sample {self.sampler} {self.num_seqs} {self.num_logits}"
 
 
 class BucketLadder:
@@ -118,10 +120,9 @@ def default_ladder(
     batch_buckets: tuple[int, ...] = (),
     token_buckets: tuple[int, ...] = (),
 ) -> BucketLadder:
-    """Sizes for a platform: on a CPU few, on a GPU at most 120 programs at its default limits.
+    """Sizes for a platform: on a CPU few, on a GPU padding is 5 to 10 % of a mixed step's tokens.
 
-    On a GPU a mixed step is padded by 5 to 10 % on average; the `full` sampler, seldom needed, has
-    fewer sizes.
+    At a GPU's default limits there are 50 forward programs and as many small sampling programs.
 
     Args:
         batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.
@@ -129,12 +130,12 @@ def default_ladder(
     """
     if platform not in _SIZES:
         raise ConfigError(f"platform is {platform!r}, allowed are cpu and gpu")
+    seqs, tokens, samplers = _SIZES[platform]
+    seqs = _cut(batch_buckets or seqs, max_num_seqs)
+    tokens = _cut(token_buckets or tokens, max_num_batched_tokens)
+    few = set(tokens).intersection(_TOKENS_OF_FEW) if platform == "gpu" else ()
     buckets: list[Bucket] = []
-    for name, (seqs, tokens) in _SIZES[platform].items():
-        seqs = _cut(batch_buckets or seqs, max_num_seqs)
-        tokens = _cut(token_buckets or tokens, max_num_batched_tokens)
-        has_few = platform == "gpu" and name != "full"
-        few = set(tokens).intersection(_TOKENS_OF_FEW) if has_few else ()
+    for name in samplers:
         buckets += [Bucket("decode", name, n, n) for n in seqs]
         buckets += [Bucket("mixed", name, n, min(n, max_num_seqs)) for n in tokens]
         buckets += [Bucket("mixed", name, n, min(_FEW_SEQS, max_num_seqs)) for n in few]

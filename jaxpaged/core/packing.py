@@ -1,12 +1,11 @@
-"""One int32 buffer for all that a step needs: what lies where.
+"""Two int32 buffers for all that a step needs, one for each of its programs: what lies where.
 
-The host writes it through NumPy views, the device takes it apart with the same table. Floats and
-unsigned words travel as their bits.
+The host writes them through NumPy views, the device takes them apart with the same table. Floats
+and unsigned words travel as their bits.
 """
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -34,86 +33,120 @@ class PackedField:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
 class PackedLayout:
-    """Where each field of a bucket's batch lies. `pages_per_seq` is the page table's width."""
+    """Where each field of a bucket's batch lies. `pages_per_seq` is the page table's width.
 
-    bucket: Bucket
-    pages_per_seq: int
-    vocab: int
+    `forward` goes with the tokens, `sample` with the logits that they gave.
+    """
 
-    @cached_property
-    def fields(self) -> tuple[PackedField, ...]:
-        offset, fields = 0, list[PackedField]()
-        for name, shape, dtype in self._shapes():
-            fields.append(PackedField(name, shape, dtype, offset))
-            offset += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-        return tuple(fields)
+    def __init__(self, bucket: Bucket, pages_per_seq: int, vocab: int):
+        self.bucket = bucket
+        self.forward = _laid_out(_forward_shapes(bucket, pages_per_seq))
+        self.sample = _laid_out(_sample_shapes(bucket, vocab))
 
     @property
-    def size(self) -> int:
-        """Words of the whole buffer."""
-        last = self.fields[-1]
-        return last.offset + last.size
+    def forward_size(self) -> int:
+        """Words of the forward program's buffer."""
+        return _end(self.forward)
 
-    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Writable views into `buffer`, i32[size], by field name; a bool shows as int32."""
-        views: dict[str, np.ndarray] = {}
-        for f in self.fields:
-            words = buffer[f.offset : f.offset + f.size].reshape(f.shape)
-            views[f.name] = words if f.dtype == "bool" else words.view(f.dtype)
-        return views
+    @property
+    def sample_size(self) -> int:
+        """Words of the sampling program's buffer."""
+        return _end(self.sample)
 
-    def _shapes(self) -> list[_Shape]:
-        tokens, seqs = self.bucket.num_tokens, self.bucket.num_seqs
-        shapes: list[_Shape] = [
-            _shape("token_ids", "int32", tokens),
-            _shape("positions", "int32", tokens),
-            _shape("slot_mapping", "int32", tokens),
-            _shape("from_last", "bool", tokens),
-            _shape("page_table", "int32", seqs, self.pages_per_seq),
-            _shape("kv_lens", "int32", seqs),
-            _shape("cu_q_lens", "int32", seqs + 1),
-            _shape("seq_slots", "int32", seqs),
-            _shape("logit_rows", "int32", self.bucket.num_logits),
-            _shape("sample_rows", "int32", seqs),  # which row of logits each sequence samples from
-        ]
-        if self.bucket.sampler == "greedy":
-            return shapes
-        shapes += [
-            _shape("temperature", "float32", seqs),
-            _shape("top_k", "int32", seqs),
-            _shape("top_p", "float32", seqs),
-            _shape("min_p", "float32", seqs),
-            _shape("seed", "uint32", seqs, 2),
-            _shape("choice", "int32", seqs),
-            _shape("position", "int32", seqs),
-        ]
-        if self.bucket.sampler == "sampled":
-            return shapes
-        shapes += [
-            _shape("presence_penalty", "float32", seqs),
-            _shape("frequency_penalty", "float32", seqs),
-            _shape("repetition_penalty", "float32", seqs),
-            _shape("counts_row", "bool", seqs),
-            _shape("bias_ids", "int32", seqs, MAX_BIASES),
-            _shape("bias_values", "float32", seqs, MAX_BIASES),
-            _shape("mask", "uint32", seqs, -(-self.vocab // 32)),
-            _shape("processors", "int32", seqs),
-        ]
-        if self.bucket.sampler == "scored":
-            # the next token of the prompt, or -1 for the one sampled
-            shapes.append(_shape("targets", "int32", tokens))
-        return shapes
+    def new_batch(self) -> tuple["HostBatch", dict[str, np.ndarray]]:
+        """A batch of zeros, and writable views into it by field name; a bool shows as int32."""
+        batch = HostBatch(
+            self.bucket,
+            np.zeros(self.forward_size, np.int32),
+            np.zeros(self.sample_size, np.int32),
+        )
+        return batch, self.views(batch)
 
-
-def _shape(name: str, dtype: PackedType, *shape: int) -> _Shape:
-    return name, shape, dtype
+    def views(self, batch: "HostBatch") -> dict[str, np.ndarray]:
+        """Writable views into a batch by field name; a bool shows as int32."""
+        return _views(self.forward, batch.forward) | _views(self.sample, batch.sample)
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A built step: the packed words and the bucket that they were padded to."""
+    """A built step: the bucket that it was padded to, and each program's packed words."""
 
     bucket: Bucket
-    packed: np.ndarray  # i32[PackedLayout.size]
+    forward: np.ndarray  # i32[PackedLayout.forward_size]
+    sample: np.ndarray  # i32[PackedLayout.sample_size]
+
+
+def _views(fields: tuple[PackedField, ...], buffer: np.ndarray) -> dict[str, np.ndarray]:
+    views: dict[str, np.ndarray] = {}
+    for f in fields:
+        words = buffer[f.offset : f.offset + f.size].reshape(f.shape)
+        views[f.name] = words if f.dtype == "bool" else words.view(f.dtype)
+    return views
+
+
+def _laid_out(shapes: list[_Shape]) -> tuple[PackedField, ...]:
+    offset, fields = 0, list[PackedField]()
+    for name, shape, dtype in shapes:
+        fields.append(PackedField(name, shape, dtype, offset))
+        offset += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+    return tuple(fields)
+
+
+def _end(fields: tuple[PackedField, ...]) -> int:
+    return fields[-1].offset + fields[-1].size
+
+
+def _forward_shapes(bucket: Bucket, pages_per_seq: int) -> list[_Shape]:
+    tokens, seqs = bucket.num_tokens, bucket.num_seqs
+    return [
+        _shape("token_ids", "int32", tokens),
+        _shape("positions", "int32", tokens),
+        _shape("slot_mapping", "int32", tokens),
+        _shape("from_last", "bool", tokens),
+        _shape("page_table", "int32", seqs, pages_per_seq),
+        _shape("kv_lens", "int32", seqs),
+        _shape("cu_q_lens", "int32", seqs + 1),
+        _shape("seq_slots", "int32", seqs),
+        _shape("logit_rows", "int32", bucket.num_logits),
+    ]
+
+
+def _sample_shapes(bucket: Bucket, vocab: int) -> list[_Shape]:
+    seqs = bucket.num_seqs
+    shapes: list[_Shape] = [
+        _shape("sample_slots", "int32", seqs),  # `seq_slots` once more
+    ]
+    if bucket.sampler == "greedy":
+        return shapes
+    shapes += [
+        _shape("temperature", "float32", seqs),
+        _shape("top_k", "int32", seqs),
+        _shape("top_p", "float32", seqs),
+        _shape("min_p", "float32", seqs),
+        _shape("seed", "uint32", seqs, 2),
+        _shape("choice", "int32", seqs),
+        _shape("position", "int32", seqs),
+    ]
+    if bucket.sampler == "sampled":
+        return shapes
+    shapes += [
+        _shape("presence_penalty", "float32", seqs),
+        _shape("frequency_penalty", "float32", seqs),
+        _shape("repetition_penalty", "float32", seqs),
+        _shape("counts_row", "bool", seqs),
+        _shape("bias_ids", "int32", seqs, MAX_BIASES),
+        _shape("bias_values", "float32", seqs, MAX_BIASES),
+        _shape("mask", "uint32", seqs, -(-vocab // 32)),
+        _shape("processors", "int32", seqs),
+    ]
+    if bucket.sampler == "scored":
+        # which row of logits each sequence samples from: padding rows name one past the last
+        shapes.append(_shape("sample_rows", "int32", seqs))
+        # the next token of the prompt, or -1 for the one sampled
+        shapes.append(_shape("targets", "int32", bucket.num_logits))
+    return shapes
+
+
+def _shape(name: str, dtype: PackedType, *shape: int) -> _Shape:
+    return name, shape, dtype

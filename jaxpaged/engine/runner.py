@@ -20,7 +20,14 @@ from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.engine.executables import ExecutableStore
-from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, make_step, reset_counts
+from jaxpaged.engine.step import (
+    STEP_WORDS,
+    TOP_WORDS,
+    SamplerState,
+    make_forward,
+    make_sample,
+    reset_counts,
+)
 from jaxpaged.errors import InvariantError
 from jaxpaged.layers.sampling import TOP_LOGPROBS, LogitsProcessor
 
@@ -45,6 +52,14 @@ class StepResult:
     def logprob_list(self) -> list[float]:
         """`logprobs` as Python numbers, made once: an element of an array costs more."""
         return self.logprobs.tolist()
+
+
+@dataclass(frozen=True)
+class PendingLogits:
+    """The first half of a step: logits that the device is computing."""
+
+    bucket: Bucket
+    logits: jax.Array
 
 
 @dataclass(frozen=True)
@@ -77,8 +92,7 @@ class Runner:
         self.model, self.params = model, params
         self._graphdef, self._state = graphdef, state
         self._layout_of, self._processors, self._store = layout_of, processors, store
-        self._steps: dict[Bucket, Any] = {}
-        self._resets: dict[int, Any] = {}
+        self._programs: dict[str, Any] = {}
         self._lock = threading.Lock()
         self.num_compilations = 0
         self.num_loaded = 0
@@ -89,19 +103,33 @@ class Runner:
 
     def warm_up(self, buckets: Iterable[Bucket], notice: Callable[[int, int], None]) -> None:
         """Load or compile every bucket, in parallel; `notice(done, total)` after each."""
-        jobs = [partial(self._step, bucket) for bucket in buckets]
-        jobs += [partial(self._reset, length) for length in self._reset_lengths()]
+        jobs = {
+            name: job
+            for bucket in buckets
+            for name, job in (
+                (bucket.forward_name, partial(self._forward, bucket)),
+                (bucket.sample_name, partial(self._sample, bucket)),
+            )
+        }
+        jobs |= {f"reset {n}": partial(self._reset, n) for n in self._reset_lengths()}
         with ThreadPoolExecutor(_num_compile_threads()) as pool:
-            for done, future in enumerate([pool.submit(job) for job in jobs], 1):
+            futures = [pool.submit(job) for job in jobs.values()]
+            for done, future in enumerate(futures, 1):
                 future.result()
                 notice(done, len(jobs))
 
     def dispatch(self, batch: HostBatch) -> PendingStep:
         """Start a step; returns at once where the device computes asynchronously."""
-        packed = jax.device_put(batch.packed)
-        self._state, words = self._step(batch.bucket)(self.params, self._state, packed)
-        words.copy_to_host_async()
-        return PendingStep(batch.bucket, words)
+        forward, sample = jax.device_put((batch.forward, batch.sample))
+        return self._start_sampling(self._start_forward(batch.bucket, forward), sample)
+
+    def dispatch_forward(self, batch: HostBatch) -> PendingLogits:
+        """Start the first half of a step. `dispatch_sample` must come before the next forward."""
+        return self._start_forward(batch.bucket, jax.device_put(batch.forward))
+
+    def dispatch_sample(self, pending: PendingLogits, batch: HostBatch) -> PendingStep:
+        """Start the second half, with `batch.sample` as it is by now."""
+        return self._start_sampling(pending, jax.device_put(batch.sample))
 
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step and take its result apart."""
@@ -157,45 +185,67 @@ class Runner:
         """Give the device's memory back to XLA's allocator (which keeps it for this process)."""
         for leaf in jax.tree.leaves((self.params, self._state)):
             leaf.delete()
-        self._steps.clear()
-        self._resets.clear()
+        self._programs.clear()
 
-    def _step(self, bucket: Bucket) -> Any:
-        compiled = self._steps.get(bucket)
-        if compiled is None:
+    def _start_forward(self, bucket: Bucket, packed: jax.Array) -> PendingLogits:
+        self._state, logits = self._forward(bucket)(self.params, self._state, packed)
+        return PendingLogits(bucket, logits)
+
+    def _start_sampling(self, pending: PendingLogits, packed: jax.Array) -> PendingStep:
+        state = SamplerState(self._state.last_token_ids, self._state.output_counts)
+        state, words = self._sample(pending.bucket)(state, pending.logits, packed)
+        self._state = replace(
+            self._state, last_token_ids=state.last_token_ids, output_counts=state.output_counts
+        )
+        words.copy_to_host_async()
+        return PendingStep(pending.bucket, words)
+
+    def _forward(self, bucket: Bucket) -> Any:
+        def lower():
             layout = self._layout_of(bucket)
-            compiled = self._compile(
-                f"step {bucket} {layout.pages_per_seq}",
-                lambda: jax.jit(
-                    make_step(self._graphdef, layout, self._processors), donate_argnums=1
-                ).lower(_shapes(self.params), _shapes(self._state), _int32(layout.size)),
-            )
-            self._steps[bucket] = compiled
-        return compiled
+            forward = jax.jit(make_forward(self._graphdef, layout), donate_argnums=1)
+            words = _int32(layout.forward_size)
+            return forward.lower(_shapes(self.params), _shapes(self._state), words)
+
+        return self._program(bucket.forward_name, lower)
+
+    def _sample(self, bucket: Bucket) -> Any:
+        def lower():
+            layout = self._layout_of(bucket)
+            sample = jax.jit(make_sample(layout, self._processors), donate_argnums=0)
+            state = SamplerState(self._state.last_token_ids, self._state.output_counts)
+            logits = jax.ShapeDtypeStruct((bucket.num_logits, self.model.vocab), jnp.float32)
+            return sample.lower(_shapes(state), logits, _int32(layout.sample_size))
+
+        return self._program(bucket.sample_name, lower)
 
     def _reset(self, length: int) -> Any:
-        compiled = self._resets.get(length)
-        if compiled is None:
-            counts = _shapes(self._state.output_counts)
-            compiled = self._compile(
-                f"reset {length}",
-                lambda: jax.jit(reset_counts, donate_argnums=0).lower(
-                    counts, _int32(), _int32(length), _int32(), _int32()
-                ),
-            )
-            self._resets[length] = compiled
-        return compiled
+        def lower():
+            arguments = _int32(), _int32(length), _int32(), _int32()
+            reset = jax.jit(reset_counts, donate_argnums=0)
+            return reset.lower(_shapes(self._state.output_counts), *arguments)
+
+        return self._program(f"reset {length}", lower)
 
     def _reset_lengths(self) -> list[int]:
         longest = self.model.max_len
         return [*(n for n in RESET_LENGTHS if n < longest), longest]
 
-    def _compile(self, name: str, lower: Callable[[], Any]) -> Any:
+    def _program(self, name: str, lower: Callable[[], Any]) -> Any:
+        """The finished program of that name: at hand, from disk, or compiled now."""
+        compiled = self._programs.get(name)
+        if compiled is None:
+            compiled = self._programs[name] = self._load(name) or self._compile(name, lower)
+        return compiled
+
+    def _load(self, name: str) -> Any | None:
         compiled = self._store.load(name)
         if compiled is not None:
             with self._lock:
                 self.num_loaded += 1
-            return compiled
+        return compiled
+
+    def _compile(self, name: str, lower: Callable[[], Any]) -> Any:
         start = time.monotonic()
         compiled = lower().compile()
         with self._lock:

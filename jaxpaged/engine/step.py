@@ -1,10 +1,11 @@
-"""The compiled step: one packed buffer in, one out, the state donated.
+"""The compiled step in its two programs, each with one packed buffer; the state is donated.
 
-Prefill, chunk, decode and scoring are this same function at different buckets.
+Prefill, chunk, decode and scoring are these same functions at different buckets. Between the two a
+grammar's mask, which depends on the step before, has time to arrive.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Int16, Int32
 
 from jaxpaged.arrays import DeviceState, LogitEdits, Params, RaggedBatch, SamplingBatch, TopLogprobs
+from jaxpaged.core.buckets import SamplerKind
 from jaxpaged.core.packing import PackedField, PackedLayout
 from jaxpaged.layers.sampling import (
     TOP_LOGPROBS,
@@ -23,41 +25,59 @@ from jaxpaged.layers.sampling import (
     token_logprobs,
 )
 
-type StepFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array]]
+type ForwardFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array]]
+type SampleFunction = Callable[[SamplerState, Array, Array], tuple[SamplerState, Array]]
 
 
-def make_step(
-    graphdef: nnx.GraphDef, layout: PackedLayout, processors: tuple[LogitsProcessor, ...]
-) -> StepFunction:
-    """The step for one bucket: write this batch's KV, attend, sample one token a row.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerState:
+    """The part of `DeviceState` that sampling changes."""
+
+    last_token_ids: Int32[Array, " slots"]
+    output_counts: Int16[Array, "slots vocab"]
+
+
+def make_forward(graphdef: nnx.GraphDef, layout: PackedLayout) -> ForwardFunction:
+    """The first program of a step: write this batch's KV, attend; f32 logits [logits, vocab]."""
+
+    def forward(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
+        batch = ragged_batch(layout, unpack(layout.forward, packed))
+        model = nnx.merge(graphdef, params)
+        hidden, state = model(batch, state)
+        return state, model.unembed(hidden[batch.logit_rows])
+
+    return forward
+
+
+def make_sample(layout: PackedLayout, processors: tuple[LogitsProcessor, ...]) -> SampleFunction:
+    """The second program: one token a row, kept on the device for the next step too.
 
     A row whose prompt is not complete gets a token too; the scheduler drops it. The result's second
     part is `i32[seqs, 3]` (token id, bits of its logprob, finite or not), followed for the samplers
     `full` and `scored` by `i32[logits, 2 + 2 * 20]` (bits of the target's logprob, its rank, the
     likeliest ids, bits of their logprobs), all flat.
     """
+    sampler = layout.bucket.sampler
 
-    def step(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
-        fields = unpack(layout, packed)
-        batch = ragged_batch(layout, fields)
-        model = nnx.merge(graphdef, params)
-        hidden, state = model(batch, state)
-        logits = model.unembed(hidden[batch.logit_rows])
-        rows = logits if layout.bucket.sampler != "scored" else logits[fields["sample_rows"]]
-        tokens, state = _sample(layout, fields, rows, state, batch.seq_slots, processors)
-        last = state.last_token_ids.at[batch.seq_slots].set(tokens)
-        state = replace(state, last_token_ids=last)
+    def sample(state: SamplerState, logits: Array, packed: Int32[Array, " words"]):
+        fields = unpack(layout.sample, packed)
+        rows = logits
+        if sampler == "scored":  # padding rows take the last row: nobody reads what they sample
+            rows = logits[jnp.minimum(fields["sample_rows"], len(logits) - 1)]
+        tokens, state = _sample(sampler, fields, rows, state, processors)
+        last = state.last_token_ids.at[fields["sample_slots"]].set(tokens)
         words = [_step_words(rows, tokens)]
-        if layout.bucket.sampler in ("full", "scored"):
+        if sampler in ("full", "scored"):
             words.append(_top_words(score(logits, _targets(layout, fields, tokens))))
-        return state, jnp.concatenate(words)
+        return replace(state, last_token_ids=last), jnp.concatenate(words)
 
-    return step
+    return sample
 
 
-def unpack(layout: PackedLayout, packed: Int32[Array, " words"]) -> dict[str, Array]:
-    """Cut the buffer into its fields and give each its own type back."""
-    return {f.name: _typed(f, packed[f.offset : f.offset + f.size]) for f in layout.fields}
+def unpack(layout: tuple[PackedField, ...], packed: Int32[Array, " words"]) -> dict[str, Array]:
+    """Cut a buffer into its fields and give each its own type back."""
+    return {f.name: _typed(f, packed[f.offset : f.offset + f.size]) for f in layout}
 
 
 def ragged_batch(layout: PackedLayout, fields: dict[str, Array]) -> RaggedBatch:
@@ -90,13 +110,20 @@ def reset_counts(
     return counts.at[slot].set(row.at[token_ids].add(2 * sampled.astype(jnp.int16)))
 
 
-def _sample(layout, fields, logits, state, slots, processors):
-    if layout.bucket.sampler == "greedy":
+def _sample(
+    sampler: SamplerKind,
+    fields: dict[str, Array],
+    logits: Array,
+    state: SamplerState,
+    processors: tuple[LogitsProcessor, ...],
+) -> tuple[Array, SamplerState]:
+    if sampler == "greedy":
         return pick_greedy(logits), state
     sampling = SamplingBatch(**{name: fields[name] for name in SamplingBatch.__dataclass_fields__})
-    if layout.bucket.sampler == "sampled":
+    if sampler == "sampled":
         return pick(logits, sampling), state
     edits = LogitEdits(**{name: fields[name] for name in LogitEdits.__dataclass_fields__})
+    slots = fields["sample_slots"]
     counts = state.output_counts[slots]
     tokens = pick(edit_logits(logits, counts, sampling.position, edits, processors), sampling)
     added = 2 * edits.counts_row.astype(jnp.int16)
@@ -107,11 +134,8 @@ def _targets(layout: PackedLayout, fields: dict[str, Array], tokens: Array) -> A
     """The token scored at each row of logits: a prompt's next one, or the one just sampled."""
     if layout.bucket.sampler == "full":
         return tokens
-    num_logits = layout.bucket.num_logits
-    rows = jnp.where(
-        fields["kv_lens"] > 0, fields["sample_rows"], num_logits
-    )  # padding rows: dropped
-    sampled = jnp.zeros(num_logits, jnp.int32).at[rows].set(tokens, mode="drop")
+    sampled = jnp.zeros(layout.bucket.num_logits, jnp.int32)
+    sampled = sampled.at[fields["sample_rows"]].set(tokens, mode="drop")  # padding rows: dropped
     return jnp.where(fields["targets"] >= 0, fields["targets"], sampled)
 
 

@@ -101,7 +101,7 @@ class FakeDevice:
         for slot, token_ids, num_prompt_tokens in plan.slot_resets:
             self.sampled[slot] = Counter(token_ids[num_prompt_tokens:])
         layout = PackedLayout(batch.bucket, self.pages_per_seq, VOCAB)
-        views = layout.views(batch.packed)
+        views = layout.views(batch)
         row_of_token = np.repeat(np.arange(batch.bucket.num_seqs), np.diff(views["cu_q_lens"]))
         num_tokens = len(row_of_token)
         last = self.last_token_ids[views["seq_slots"][row_of_token]]
