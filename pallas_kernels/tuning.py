@@ -14,14 +14,6 @@ MAX_GROUP = 16
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 
-# Splitting a row's KV makes few or long rows several times faster, and balances the others. Off:
-# 4 of 210 random batches came out wrong with it, and the remedy has not been run on a GPU yet.
-# `jaxpaged bench kernels --ops attention-decode --split` must pass first.
-SPLIT_DECODES = False
-# The decode kernel as it stands has not passed that check either: until it has, batches of decodes
-# run through the mixed kernel, which has (3.95 TB/s for 128 rows of 2048).
-USE_DECODE_KERNEL = False
-
 
 @dataclass(frozen=True)
 class DecodeTiles:
@@ -32,8 +24,7 @@ class DecodeTiles:
     v_stages: int
     pairs: int  # a multiprocessor
     q_in_registers: bool  # else in shared memory
-    min_tiles: int  # a pair gets no fewer, so that merging splits stays worth it
-    split: bool  # a head's tiles among several pairs, else each head to one
+    min_tiles: int  # a pair gets no fewer, so that merging parts stays worth it
 
 
 @dataclass(frozen=True)
@@ -46,11 +37,13 @@ class MixedTiles:
     early_exponents: bool  # beside the values' multiplication, which needs the next keys early
 
 
+# With a head_dim of 64 and q in registers whole heads came out wrong (the tile of q then has the
+# shape of the logits' one): there q lies in shared memory.
 DECODE = {
-    64: DecodeTiles(64, 4, 4, pairs=2, q_in_registers=True, min_tiles=4, split=SPLIT_DECODES),
-    96: DecodeTiles(64, 3, 3, pairs=2, q_in_registers=True, min_tiles=4, split=SPLIT_DECODES),
-    128: DecodeTiles(64, 2, 2, pairs=2, q_in_registers=True, min_tiles=4, split=SPLIT_DECODES),
-    256: DecodeTiles(64, 2, 2, pairs=1, q_in_registers=False, min_tiles=4, split=SPLIT_DECODES),
+    64: DecodeTiles(64, 4, 4, pairs=2, q_in_registers=False, min_tiles=2),
+    96: DecodeTiles(64, 3, 3, pairs=2, q_in_registers=True, min_tiles=2),
+    128: DecodeTiles(64, 2, 2, pairs=2, q_in_registers=True, min_tiles=2),
+    256: DecodeTiles(64, 2, 2, pairs=1, q_in_registers=False, min_tiles=2),
 }
 
 _MIXED = {

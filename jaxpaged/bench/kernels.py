@@ -5,7 +5,6 @@ ops likewise by the profiler, the sampler in a loop over logits larger than the 
 """
 
 import argparse
-import dataclasses
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-time", action="store_true", help="check only")
     parser.add_argument("--pages", default="16", help="page sizes timed, comma-separated")
     parser.add_argument("--only", default="", help="time attention cases whose name begins so")
-    parser.add_argument("--split", action="store_true", help="decode with split rows")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -47,9 +45,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
             f"the kernels run on Hopper GPUs, here is {jax.devices()[0].device_kind}: "
             "only --ops sampler can be measured"
         )
-    if args.split:
-        for head_dim, tiles in tuning.DECODE.items():
-            tuning.DECODE[head_dim] = dataclasses.replace(tiles, split=True)
     failed = 0
     for op in ops if args.check else ():
         for line in check(op, args.check):

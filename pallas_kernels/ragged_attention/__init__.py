@@ -86,9 +86,7 @@ def ragged_paged_attention(
 
 
 def _run_kernel(q, k_pages, v_pages, page_table, kv_lens, cu_q_lens, sinks, *, spec, decode_only):
-    from pallas_kernels import tuning
-
-    if decode_only and tuning.USE_DECODE_KERNEL:
+    if decode_only:
         from pallas_kernels.ragged_attention.decode_kernel import decode_attention
 
         return decode_attention(q, k_pages, v_pages, page_table, kv_lens, sinks, spec=spec)

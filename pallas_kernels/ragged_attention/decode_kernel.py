@@ -1,8 +1,8 @@
 """Decode attention on Hopper: one query a row, KV read through the page table at memory speed.
 
 The work is one long line of KV tiles: row after row, in a row KV head after KV head. Each pair of
-warpgroups (one loads, one computes) gets an equal stretch of the line, so a head of a row may lie
-on several pairs. The pair that has the beginning of such a head owns it: the others leave their
+warpgroups (one loads, one computes) gets an about equal stretch of the line, so a head of a row may
+lie on several pairs. The pair that has the beginning of such a head owns it: the others leave their
 part in global memory, and the owner takes the parts in as if they were values with known logits.
 A pair works on a part that it does not own first, and on one that it must wait for last.
 """
@@ -156,9 +156,6 @@ def _compute(static: DecodeStatic, refs: Any, smem: Any, worker: jax.Array) -> N
 
         softmax = lax.fori_loop(segment.begin, segment.end, attend, softmax)
         tiles_after = tiles_before + segment.end - segment.begin
-        if not s.tiles.split:
-            _store_head(s, refs, smem, segment, softmax)
-            return tiles_after
         merge_tiles = count_merge_tiles(s, segment)
 
         def merge(i, softmax):
@@ -297,7 +294,7 @@ def _run_warpgroup(static: DecodeStatic, refs: tuple[Any, ...], scratch: tuple[A
     pair = lax.div(warpgroup, jnp.int32(2))
     worker = lax.axis_index("program") * static.tiles.pairs + pair
     semaphores = plgpu.SemaphoreType.REGULAR((static.workers,))
-    ready = pl.get_global(semaphores) if static.tiles.split else None
+    ready = pl.get_global(semaphores)
     make_refs: Any = DecodeRefs
     arrays = make_refs(*refs[:6], *parts.fill_sinks(static.has_sinks, refs[6:]), ready)
     make_scratch: Any = DecodeScratch

@@ -33,7 +33,7 @@ class DecodeRefs:
     part_high: Any  # [part_places, head_dim]: rounded values of the parts,
     part_low: Any  # and what the rounding left
     part_logits: Any  # [part_places]: log2 of the sum of each row's weights
-    parts_ready: Any  # a semaphore a worker, if rows are split: parts of its head that are there
+    parts_ready: Any  # a semaphore a worker: parts of its head that are there
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,6 @@ def load_decode(
         plgpu.copy_gmem_to_smem(refs.q.at[pl.ds(query, s.part_rows)], rows, full)
         _load_tiles(s, refs, smem, segment, tiles_before)
         tiles_after = tiles_before + segment.end - segment.begin
-        if not s.tiles.split:
-            return tiles_after, items_before + 1
         merge_tiles = count_merge_tiles(s, segment)
 
         @pl.when(merge_tiles > 0)

@@ -13,6 +13,8 @@ from pallas_kernels import tuning
 from pallas_kernels.ragged_attention import kernel_parts as parts
 from pallas_kernels.spec import AttentionSpec
 
+MERGE_COST_TILES = 4  # a merge at the end takes as long as so many tiles
+
 
 @dataclass(frozen=True)
 class DecodeStatic:
@@ -54,7 +56,7 @@ class Segment:
     begin: jax.Array
     end: jax.Array
     tiles: jax.Array  # of the whole head
-    parts: jax.Array  # workers after this one that have a part of this head
+    parts: jax.Array  # workers after this one that have a part of this head, if it is shared
     owner: jax.Array  # the worker that has its beginning
 
 
@@ -68,24 +70,51 @@ def plan_decode(
 ) -> Int32[Array, " words"]:
     """Share the line of tiles out among the workers.
 
-    Words: tiles a worker, all tiles, first row of each worker, last row of each worker (less than
-    the first if it has no work), place of each row in the line.
+    Borders move to the nearest beginning of a head where that costs less than merging parts would.
+
+    Words: tiles a worker, border before each worker's stretch and after the last one's, first row
+    of each worker, last row of each worker (less than the first if it has no work), place of each
+    row in the line.
     """
     block = jnp.int32(tiles.block_kv)
     first = lax.div(parts.first_visible(kv_lens, spec), block)
-    row_tiles = jnp.where(kv_lens > 0, lax.div(kv_lens + (block - 1), block) - first, 0) * kv_heads
+    head_tiles = jnp.where(kv_lens > 0, lax.div(kv_lens + (block - 1), block) - first, 0)
+    row_tiles = head_tiles * kv_heads
     row = jnp.arange(kv_lens.shape[0], dtype=jnp.int32)
     before = row[None, :] < row[:, None]
     starts = jnp.sum(jnp.where(before, row_tiles[None, :], 0), axis=1, dtype=jnp.int32)
     total = jnp.sum(row_tiles, dtype=jnp.int32)
     share = jnp.maximum(lax.div(total + (workers - 1), jnp.int32(workers)), tiles.min_tiles)
-    worker_start = jnp.arange(workers, dtype=jnp.int32) * share
-    begun = starts[None, :] < worker_start[:, None] + share
-    over = starts[None, :] + row_tiles[None, :] <= worker_start[:, None]
-    first_row = jnp.sum(over, axis=1, dtype=jnp.int32)
-    has_work = begun & (row_tiles > 0)[None, :]
+    even = jnp.minimum(jnp.arange(workers + 1, dtype=jnp.int32) * share, total)
+    whole = _nearest_head(even, starts, row_tiles, jnp.maximum(head_tiles, 1))
+    whole = jnp.where(even == total, total, whole)
+    is_balanced = jnp.max(whole[1:] - whole[:-1]) <= share + MERGE_COST_TILES
+    borders = jnp.where(is_balanced, whole, even)
+    begins, ends = borders[:-1, None], borders[1:, None]
+    row_starts, row_ends = starts[None, :], (starts + row_tiles)[None, :]
+    first_row = jnp.sum(row_ends <= begins, axis=1, dtype=jnp.int32)
+    has_work = (row_starts < ends) & (row_ends > begins) & (row_tiles > 0)[None, :]
     last_row = jnp.max(jnp.where(has_work, row[None, :], -1), axis=1)
-    return jnp.concatenate([share[None], total[None], first_row, last_row, starts])
+    return jnp.concatenate([share[None], borders, first_row, last_row, starts])
+
+
+def _nearest_head(
+    places: Int32[Array, " places"],
+    starts: Int32[Array, " seqs"],
+    row_tiles: Int32[Array, " seqs"],
+    head_tiles: Int32[Array, " seqs"],
+) -> Int32[Array, " places"]:
+    """Move places in the line to the nearest beginning of a head."""
+    inside = (starts[None, :] <= places[:, None]) & (
+        places[:, None] < (starts + row_tiles)[None, :]
+    )
+
+    def of_row(values):
+        return jnp.sum(jnp.where(inside, values[None, :], 0), axis=1, dtype=jnp.int32)
+
+    tiles = jnp.maximum(of_row(head_tiles), 1)
+    start = of_row(starts)
+    return start + lax.div(places - start + lax.div(tiles, jnp.int32(2)), tiles) * tiles
 
 
 def for_each_segment(
@@ -97,13 +126,11 @@ def for_each_segment(
     carry: Any,
 ) -> Any:
     workers, block = static.workers, jnp.int32(static.tiles.block_kv)
-    split = static.tiles.split
-    share, total = plan_ref[0], plan_ref[1]
-    begin = worker * share
-    end = jnp.minimum(begin + share, total)
+    share, begin, end = plan_ref[0], plan_ref[1 + worker], plan_ref[2 + worker]
+    first_row, last_row = plan_ref[2 + workers + worker], plan_ref[2 + 2 * workers + worker]
 
     def visit_row(row, carry):
-        start, kv_len = plan_ref[2 + 2 * workers + row], lens_ref[row]
+        start, kv_len = plan_ref[2 + 3 * workers + row], lens_ref[row]
         first_tile = lax.div(parts.first_visible(kv_len, static.spec), block)
         tiles = lax.div(kv_len + (block - 1), block) - first_tile
         low = jnp.maximum(begin - start, 0)
@@ -118,19 +145,19 @@ def for_each_segment(
                 head=head,
                 kv_len=kv_len,
                 first_tile=first_tile,
-                begin=jnp.maximum(low - here, 0) if split else jnp.int32(0),
-                end=jnp.minimum(high - here, tiles) if split else tiles,
+                begin=jnp.maximum(low - here, 0),
+                end=jnp.minimum(high - here, tiles),
                 tiles=tiles,
                 parts=last_part - worker,
                 owner=lax.div(start + here, share),
             )
             return visit(segment, carry)
 
-        first_head = lax.div(low if split else low + (tiles - 1), tiles)
+        first_head = lax.div(low, tiles)
         last_head = jnp.where(high > low, lax.div(high - 1, tiles), -1)
         return lax.fori_loop(first_head, last_head + 1, visit_head, carry)
 
-    return lax.fori_loop(plan_ref[2 + worker], plan_ref[2 + workers + worker] + 1, visit_row, carry)
+    return lax.fori_loop(first_row, last_row + 1, visit_row, carry)
 
 
 def count_merge_tiles(static: DecodeStatic, segment: Segment) -> jax.Array:

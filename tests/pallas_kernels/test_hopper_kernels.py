@@ -13,7 +13,7 @@ import pytest
 from jaxpaged.bench import kernels
 from pallas_kernels import tuning
 from pallas_kernels.ragged_attention.decode_kernel import decode_attention
-from pallas_kernels.ragged_attention.decode_plan import plan_decode
+from pallas_kernels.ragged_attention.decode_plan import MERGE_COST_TILES, plan_decode
 from pallas_kernels.ragged_attention.mixed_plan import MixedStatic, plan_mixed
 from pallas_kernels.ragged_attention.prefill_kernel import mixed_attention
 from pallas_kernels.spec import AttentionSpec
@@ -62,14 +62,6 @@ def test_tiles_for_long_chunks_lower_for_cuda():
     assert "mosaic_gpu" in lower_for_cuda(op, *arguments(tokens, seqs, SHAPES[0]))
 
 
-def test_split_decodes_lower_for_cuda(monkeypatch):
-    split = tuning.DecodeTiles(64, 2, 2, pairs=2, q_in_registers=True, min_tiles=4, split=True)
-    monkeypatch.setitem(tuning.DECODE, 128, split)
-    q, k, v, table, kv_lens, _, sinks = arguments(6, 6, SHAPES[0])
-    op = functools.partial(decode_attention, spec=PLAIN)
-    assert "mosaic_gpu" in lower_for_cuda(op, q, k, v, table, kv_lens, sinks)
-
-
 @pytest.mark.parametrize(
     ("changed", "supported"),
     [
@@ -92,25 +84,40 @@ def test_no_kernel_is_chosen_without_a_hopper_gpu():
     assert tuning.hopper_available() is (jax.devices()[0].platform == "gpu")
 
 
-@pytest.mark.parametrize("kv_lens", [[5], [0, 64, 65], [1000, 0, 3, 129, 0, 0], [0]])
+@pytest.mark.parametrize(
+    ("kv_lens", "is_whole"),
+    [
+        ([5], True),
+        ([0, 64, 65], True),
+        ([1000, 0, 3, 129, 0, 0], False),
+        ([0], True),
+        ([700] * 8, True),
+        ([100, 9000], False),
+    ],
+)
 @pytest.mark.parametrize("window", [None, 70])
-def test_the_decode_plan_shares_out_every_tile_once(kv_lens, window):
+def test_the_decode_plan_shares_out_every_tile_once(kv_lens, is_whole, window):
     tiles, workers, kv_heads = tuning.decode_tiles(128), 8, 3
     spec = AttentionSpec(0.1, window=window)
     lens = jnp.asarray(kv_lens, jnp.int32)
     plan = np.asarray(plan_decode(lens, kv_heads=kv_heads, workers=workers, spec=spec, tiles=tiles))
-    share, total, *_ = plan
-    first, last = plan[2 : 2 + workers], plan[2 + workers : 2 + 2 * workers]
-    starts = plan[2 + 2 * workers :]
+    share, borders = plan[0], plan[1 : 2 + workers]
+    first, last, starts = np.split(plan[2 + workers :], [workers, 2 * workers])
     lows = [max(n - window, 0) // 64 if window else 0 for n in kv_lens]
-    rows = [
-        (-(-n // 64) - low) * kv_heads if n else 0 for n, low in zip(kv_lens, lows, strict=True)
-    ]
-    assert total == sum(rows)
-    assert share * workers >= total
+    heads = [-(-n // 64) - low if n else 0 for n, low in zip(kv_lens, lows, strict=True)]
+    rows = [n * kv_heads for n in heads]
+    assert (borders[0], borders[-1]) == (0, sum(rows))
+    loads = np.diff(borders)
+    assert loads.min() >= 0
+    assert loads.max() <= share + MERGE_COST_TILES
     assert starts.tolist() == [sum(rows[:i]) for i in range(len(rows))]
+    begins_of_heads = {
+        start + i * n for start, n in zip(starts, heads, strict=True) for i in range(kv_heads + 1)
+    }
+    if window is None:
+        assert set(borders).issubset(begins_of_heads) is is_whole
     for worker in range(workers):
-        begin, end = worker * share, min((worker + 1) * share, total)
+        begin, end = borders[worker], borders[worker + 1]
         mine = [
             row
             for row, (start, n) in enumerate(zip(starts, rows, strict=True))
