@@ -27,7 +27,7 @@ from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.runner import PendingStep, StepResult
 from jaxpaged.metrics import EngineMetrics
-from jaxpaged.text.tokenizer import ids_only_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer
 
 VOCAB, MAX_LEN, PAGE_SIZE = 128_256, 4096, 16
 
@@ -54,7 +54,7 @@ class InstantDevice:
         )
 
 
-def make_llm(rows: int) -> LLM:
+def make_llm(rows: int, tokenizer: Tokenizer, vocab: int) -> LLM:
     pool = PagePool(1 + rows * MAX_LEN // PAGE_SIZE, PAGE_SIZE)
     limits = SchedulerLimits(
         max_num_seqs=rows,
@@ -64,17 +64,16 @@ def make_llm(rows: int) -> LLM:
         long_prefill_token_threshold=0,
         reserve_full_prompt=True,
     )
-    tokenizer = ids_only_tokenizer()
     engine = Engine(
         InstantDevice(),
         Scheduler(limits, pool, PrefixCache(pool)),
-        BatchBuilder(MAX_LEN // PAGE_SIZE, PAGE_SIZE, rows, VOCAB, {}),
+        BatchBuilder(MAX_LEN // PAGE_SIZE, PAGE_SIZE, rows, vocab, {}),
         default_ladder("gpu", rows, 8192),
         tokenizer,
         EngineMetrics("host", MAX_LEN),
         max_in_flight=2,
     )
-    inputs = InputProcessor(tokenizer, VOCAB, MAX_LEN, 0, ())
+    inputs = InputProcessor(tokenizer, vocab, MAX_LEN, 0, ())
     return LLM.from_parts(SimpleNamespace(engine=engine, inputs=inputs, tokenizer=tokenizer))
 
 
@@ -84,7 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    llm = make_llm(args.rows)
+    llm = make_llm(args.rows, ids_only_tokenizer(), VOCAB)
     params = SamplingParams(temperature=0, max_tokens=args.steps, ignore_eos=True, detokenize=False)
     prompts = np.random.RandomState(0).randint(0, VOCAB, (args.rows, 128)).tolist()
     jobs = [(None, llm.parts.inputs.request(prompt, params)) for prompt in prompts]

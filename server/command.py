@@ -3,29 +3,38 @@
 import asyncio
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpaged.config.flags import config_from_args
+from jaxpaged.config.settings import EngineConfig
+from jaxpaged.engine.remote import WORKER, RemoteLLM
 from jaxpaged.errors import ConfigError, JaxPagedError
+from jaxpaged.openai.engine import ServedEngine
 from server.app import create_app
 from server.serving import bind, close_engine, serve
-from server.settings import make_parser, parse, server_settings
+from server.settings import ServerSettings, make_parser, parse, server_settings
 
 EXIT_SETTINGS = 2
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "jaxpaged serve") -> int:
-    """Load the model, serve it, and return the exit code: 2 for a setting that cannot work."""
+def main(
+    argv: Sequence[str] | None = None, prog: str = "jaxpaged serve", worker: str = WORKER
+) -> int:
+    """Load the model, serve it, and return the exit code: 2 for a setting that cannot work.
+
+    `worker` is the module that the engine's process runs.
+    """
     try:
-        return _run(sys.argv[1:] if argv is None else argv, prog)
+        return _run(sys.argv[1:] if argv is None else argv, prog, worker)
     except JaxPagedError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return EXIT_SETTINGS
 
 
-def _run(argv: Sequence[str], prog: str) -> int:
+def _run(argv: Sequence[str], prog: str, worker: str) -> int:
     args = parse(make_parser(prog), argv)
     config, settings = config_from_args(args), server_settings(args)
     logging.basicConfig(
@@ -37,15 +46,35 @@ def _run(argv: Sequence[str], prog: str) -> int:
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
         raise ConfigError(f"{where} cannot be listened on: {error.strerror}") from None
-    from jaxpaged.engine.async_engine import AsyncLLM  # brings JAX, which takes seconds
-
     with listening:
-        llm = AsyncLLM.from_config(config, show_progress=sys.stderr.isatty())
-        app = create_app(llm, settings.api_keys, settings.limits)
-        code = asyncio.run(serve(app, listening, settings))
+        code = asyncio.run(_serve(config, settings, listening, worker))
     if settings.uds is not None:
         Path(settings.uds).unlink(missing_ok=True)
-    if not close_engine(llm):
+    return code
+
+
+async def _serve(
+    config: EngineConfig, settings: ServerSettings, listening: socket.socket, worker: str
+) -> int:
+    engine = await _start(config, settings, worker)
+    try:
+        app = create_app(engine, settings.api_keys, settings.limits)
+        code = await serve(app, listening, settings)
+    finally:
+        closed = await asyncio.to_thread(close_engine, engine)
+    if not closed:
         logging.shutdown()
         os._exit(code)  # a thread that never returns would hold the process
     return code
+
+
+async def _start(config: EngineConfig, settings: ServerSettings, worker: str) -> ServedEngine:
+    """The engine in a process of its own, where parsing and writing HTTP cannot delay its steps."""
+    show_progress = sys.stderr.isatty()
+    if settings.engine_process:
+        return await RemoteLLM.start(
+            config, log_level=settings.log_level, show_progress=show_progress, module=worker
+        )
+    from jaxpaged.engine.async_engine import AsyncLLM  # brings JAX, which takes seconds
+
+    return AsyncLLM.from_config(config, show_progress=show_progress)

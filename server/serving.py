@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import socket
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Awaitable
 
 from aiohttp import web
 
-from jaxpaged.metrics import EngineMetrics
+from jaxpaged.errors import EngineStopped
 from jaxpaged.openai.engine import ServedEngine
 from server.listener import Listener
 from server.settings import ServerSettings
@@ -115,11 +116,11 @@ async def _until_stopped(engine: ServedEngine) -> None:
 
 async def _tell_rates(engine: ServedEngine) -> None:
     """One line a minute in which there was something to tell."""
-    before = _tokens(engine.metrics)
-    with contextlib.suppress(asyncio.CancelledError):
+    before = await _tokens(engine)
+    with contextlib.suppress(asyncio.CancelledError, EngineStopped):
         while True:
             await asyncio.sleep(RATES_S)
-            now, load = _tokens(engine.metrics), engine.load
+            now, load = await _tokens(engine), engine.load
             if now != before:
                 log.info(
                     "prompt %.0f tok/s, output %.0f tok/s, running %d, waiting %d, pages %.0f %%",
@@ -132,15 +133,12 @@ async def _tell_rates(engine: ServedEngine) -> None:
             before = now
 
 
-def _tokens(metrics: EngineMetrics) -> tuple[float, float]:
+async def _tokens(engine: ServedEngine) -> list[float]:
     """Prompt and output tokens since start."""
-    totals = {"vllm:prompt_tokens_total": 0.0, "vllm:generation_tokens_total": 0.0}
-    for family in metrics.registry.collect():
-        for sample in family.samples:
-            if sample.name in totals:
-                totals[sample.name] += sample.value
-    first, second = totals.values()
-    return first, second
+    text = (await engine.metrics_text()).decode()
+    names = ("prompt_tokens", "generation_tokens")
+    found = [re.search(rf"^vllm:{name}_total\S* (\S+)$", text, re.MULTILINE) for name in names]
+    return [float(match[1]) if match else 0.0 for match in found]
 
 
 def _where(listening: socket.socket) -> str:

@@ -28,6 +28,7 @@ class ServerSettings:
     ssl_context: ssl.SSLContext | None
     limits: ServerLimits
     log_level: str
+    engine_process: bool = True  # the engine in a process of its own, else in a thread
 
 
 def make_parser(prog: str) -> ArgumentParser:
@@ -80,6 +81,11 @@ def make_parser(prog: str) -> ArgumentParser:
         metavar="NUMBER",
         help="prompt and output together, likewise",
     )
+    group.add_argument(
+        "--disable-frontend-multiprocessing",
+        action="store_true",
+        help="run the engine in a thread of the server instead of a process of its own",
+    )
     group.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
 
@@ -125,6 +131,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         ssl_context=_ssl_context(args.ssl_certfile, args.ssl_keyfile),
         limits=limits,
         log_level=args.log_level,
+        engine_process=not args.disable_frontend_multiprocessing,
     )
 
 

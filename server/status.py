@@ -67,5 +67,5 @@ async def load(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    text = server.engine.metrics.text() + server.metrics.text()
+    text = await server.engine.metrics_text() + server.metrics.text()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})

@@ -1,6 +1,7 @@
 """`AsyncLLM`: the engine in a thread of its own, its answers as async iterators."""
 
 import asyncio
+import faulthandler
 import functools
 import logging
 import threading
@@ -11,14 +12,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
-from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Request, TokenEvent
-from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.factory import EngineParts, build_engine
-from jaxpaged.engine.inbox import EventSink, Inbox
+from jaxpaged.engine.generation import generate
+from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.inputs import Prompt
-from jaxpaged.engine.llm import chat_template
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.texts import PromptTexts
 from jaxpaged.errors import CapacityError, EngineStopped, QueueFull, RequestError
 from jaxpaged.metrics import EngineLoad, EngineMetrics
 
@@ -40,6 +41,9 @@ class AsyncLLM:
         self._error: BaseException | None = None
         self._closing = False
         self._busy_since = time.monotonic()  # when the thread last woke from having nothing to do
+        self._texts = PromptTexts(parts.inputs, parts.template)
+        # where set, is told a step's events by the engine's thread, instead of the requests' sinks
+        self.on_events: Callable[[list[TokenEvent]], None] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -103,25 +107,20 @@ class AsyncLLM:
         return dict(self._parts.default_sampling)
 
     async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and ids of a prompt, tokenised in a worker thread."""
-        if isinstance(prompt, str) and len(prompt) < 2048:
-            return self._parts.inputs.encode(prompt)
-        return await asyncio.to_thread(self._parts.inputs.encode, prompt)
+        """Text and ids of a prompt; a long text is tokenised in a worker thread."""
+        return await self._texts.encode(prompt)
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> dict[str, Any]:
         """A conversation through the chat template, rendered and tokenised in a worker thread."""
-        template = chat_template(self._parts.template)
+        return await self._texts.chat_prompt(messages, **options)
 
-        def render() -> dict[str, Any]:
-            text = template.render(messages, **options)
-            ids = self._parts.tokenizer.encode(text, add_special_tokens=False)
-            return {"prompt": text, "prompt_token_ids": ids}
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return self.metrics.text()
 
-        return await asyncio.to_thread(render)
-
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
@@ -140,26 +139,15 @@ class AsyncLLM:
             QueueFull: too much waits; try again.
             EngineStopped: the engine is gone.
         """
-        ends_only = sampling_params.output_kind is OutputKind.FINAL_ONLY
-        inbox = Inbox(sampling_params.n if ends_only else 0)
-        request, text = await self.submit(
+        return generate(
+            self,
             prompt,
             sampling_params,
             request_id,
-            inbox,
             priority=priority,
             cache_salt=cache_salt,
             key_name=key_name,
         )
-        assembler = Assembler(request, text, self._parts.tokenizer)
-        try:
-            while not assembler.is_finished:
-                parts = [assembler.add(event) for event in await inbox.take()]
-                output = assembler.output(parts)
-                if output is not None:
-                    yield output
-        finally:
-            self.release(request.request_id, is_finished=assembler.is_finished)
 
     async def submit(
         self,
@@ -209,6 +197,10 @@ class AsyncLLM:
         sink = self._sinks.get(request_id)
         if sink is not None:
             sink.fail(EngineStopped(f"request {request_id} was aborted"))
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of all threads to stderr."""
+        faulthandler.dump_traceback(all_threads=True)
 
     def stop(self) -> None:
         """Stop the thread after its present step; the engine itself can be used again."""
@@ -263,7 +255,9 @@ class AsyncLLM:
                     self._commands.popleft()()
                 if self._engine.has_work and not self._closing:
                     events = self._engine.step()
-                    if events:
+                    if events and self.on_events is not None:
+                        self.on_events(events)
+                    elif events:
                         self._tell(lambda events=events: self._deliver(events))
         except BaseException as error:
             log.exception("the engine has stopped")

@@ -32,13 +32,14 @@ from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, mach
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import choose_num_pages, limit_device_memory, workspace_bytes
 from jaxpaged.engine.runner import Runner
+from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.models.decoder import init_device_state
 from jaxpaged.text.templates import ChatTemplate
-from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
 from jaxpaged.weights.loader import LoadedModel, load_model
 
 log = logging.getLogger(__name__)
@@ -97,8 +98,8 @@ def build_engine(
             attend=attention or paged_attention,
         )
     with _timed(phases, "tokenizer"):
-        tokenizer = _tokenizer(config, loaded)
-        template = _template(config.model.chat_template, tokenizer)
+        tokenizer = tokenizer_for(config.model, loaded.path)
+        template = template_for(config.model, tokenizer)
     with _timed(phases, "page pool"):
         model, config = _fix_sizes(config, loaded.config, platform)
         runner, parts = _device_side(config, model, loaded, dtype, attention, logits_processors)
@@ -267,23 +268,6 @@ def _fit_max_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> Mo
         )
     log.warning("context shortened from %d to the %d tokens that fit", model.max_len, fits)
     return dataclasses.replace(model, max_len=fits)
-
-
-def _tokenizer(config: EngineConfig, loaded: LoadedModel) -> Tokenizer:
-    """The model's own tokenizer, another one, or none: then only token ids are taken."""
-    if config.model.skip_tokenizer_init:
-        return ids_only_tokenizer()
-    return load_tokenizer(config.model.tokenizer or loaded.path)
-
-
-def _template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    if path is None:
-        found = tokenizer.chat_templates
-        return ChatTemplate(found, tokenizer.special_tokens) if found else None
-    try:
-        return ChatTemplate(Path(path).read_text(encoding="utf-8"), tokenizer.special_tokens)
-    except OSError as error:
-        raise ConfigError(f"chat_template {path} cannot be read: {error.strerror}") from error
 
 
 def _dtype(name: str, platform: str) -> np.dtype:

@@ -14,10 +14,10 @@ from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.texts import chat_template, render_chat
 from jaxpaged.errors import EngineStopped, RequestError
 from jaxpaged.layers.attention import AttentionOp
 from jaxpaged.layers.sampling import LogitsProcessor
-from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer
 
 type Message = Mapping[str, Any]
@@ -149,10 +149,8 @@ class LLM:
 
     def chat_prompt(self, messages: Any, **options: Any) -> dict[str, Any]:
         """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""
-        text = chat_template(self.parts.template).render(messages, **options)
-        # the template writes the special tokens itself, BOS included
-        ids = self.parts.tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": ids}
+        template = chat_template(self.parts.template)
+        return render_chat(template, self.parts.tokenizer, messages, **options)
 
     def run(
         self, jobs: Iterable[tuple[str | None, Request]], *, max_inflight: int
@@ -219,16 +217,6 @@ class LLM:
                 f"{len(given)} sampling_params for {len(prompts)} prompts: give one each"
             )
         return given
-
-
-def chat_template(template: ChatTemplate | None) -> ChatTemplate:
-    """The template, or a refusal that says what to do."""
-    if template is None:
-        raise RequestError(
-            "this model has no chat template: use completions, or start with --chat-template FILE",
-            param="messages",
-        )
-    return template
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -1,0 +1,239 @@
+"""`RemoteLLM`: an engine in another process, as `AsyncLLM` is one in another thread.
+
+Text is read and tokenised here; token ids go to the engine, and a step's events come back as one
+message. Knows no device and never imports JAX.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from jaxpaged.config.settings import EngineConfig, ModelSettings
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.request import Request
+from jaxpaged.engine.connection import EngineConnection
+from jaxpaged.engine.generation import generate
+from jaxpaged.engine.inbox import EventSink
+from jaxpaged.engine.inputs import InputProcessor, Prompt
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.texts import PromptTexts, template_for, tokenizer_for
+from jaxpaged.engine.wire import Call, Ready, Release, Start, Submit
+from jaxpaged.errors import EngineStopped, RequestError
+from jaxpaged.metrics import EngineLoad
+from jaxpaged.text.templates import ChatTemplate
+from jaxpaged.text.tokenizer import Tokenizer
+from jaxpaged.weights.resolve import find_checkpoint
+
+WORKER = "jaxpaged.engine.worker"
+CLOSE_S = 4.0  # for the process to end by itself
+SILENCE_S = 2.0  # without a sign of life before it counts as standing still
+
+
+class RemoteLLM:
+    """Serves many callers of one event loop, in which it is made and used."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        sock: socket.socket,
+        connection: EngineConnection,
+        ready: Ready,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+    ):
+        self._process, self._sock, self._connection = process, sock, connection
+        self._ready, self.tokenizer = ready, tokenizer
+        inputs = InputProcessor(tokenizer, ready.vocab, ready.max_model_len, 0, ())
+        self._texts = PromptTexts(inputs, template)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        log_level: str = "info",
+        show_progress: bool = False,
+        module: str = WORKER,
+    ) -> "RemoteLLM":
+        """Start the process and wait until its model is loaded.
+
+        Raises:
+            ConfigError, WeightsError: as the loading itself.
+            EngineStopped: the process ended without a word.
+        """
+        given = config.model
+        found = await asyncio.to_thread(
+            find_checkpoint, given.model, given.load_format, given.revision
+        )
+        names = given.served_model_name or (given.model,)
+        model = dataclasses.replace(given, model=str(found.path), served_model_name=names)
+        config = dataclasses.replace(config, model=model)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(EngineConnection, sock=ours)
+        try:
+            connection.send(Start(config, log_level, show_progress))
+            tokenizer = await asyncio.to_thread(tokenizer_for, model, found.path)
+            template = template_for(model, tokenizer)
+            ready = await connection.ready
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        return cls(process, ours, connection, ready, tokenizer, template)
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine's state after its last step."""
+        return self._connection.load or self._ready.load
+
+    @property
+    def vocab(self) -> int:
+        """Width of the logits: the bound of token ids."""
+        return self._ready.vocab
+
+    @property
+    def max_model_len(self) -> int:
+        return self._ready.max_model_len
+
+    @property
+    def model_settings(self) -> ModelSettings:
+        return self._ready.config.model
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        return self.model_settings.served_model_name
+
+    @property
+    def is_running(self) -> bool:
+        return self._connection.error is None
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._connection.sinks)
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """Since a step was last read while there is work, or since the process last spoke."""
+        connection, now = self._connection, time.monotonic()
+        silence = now - connection.heard_at
+        if connection.has_work:
+            return now - connection.progress_at
+        return silence if silence > SILENCE_S else 0.0
+
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling fields that the model or the operator sets, by name."""
+        return dict(self._ready.default_sampling)
+
+    async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt; a long text is tokenised in a worker thread."""
+        return await self._texts.encode(prompt)
+
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> dict[str, Any]:
+        """A conversation through the chat template, rendered and tokenised in a worker thread."""
+        return await self._texts.chat_prompt(messages, **options)
+
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return await self._call("metrics_text")
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str = "",
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        key_name: str = "",
+    ) -> AsyncGenerator[RequestOutput]:
+        """Outputs as they come. Leaving the iterator for any reason aborts the request."""
+        return generate(
+            self,
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            key_name=key_name,
+        )
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        sink: EventSink,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        key_name: str = "",
+    ) -> tuple[Request, str | None]:
+        """Queue a request whose events go straight to `sink`; returns it and the prompt's text.
+
+        The caller must `release` it, whatever happens.
+        """
+        text, ids = await self.encode(prompt)
+        connection, request_id = self._connection, request_id or uuid.uuid4().hex
+        if request_id in connection.sinks:
+            raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
+        call_id, answer = connection.next_call()
+        connection.sinks[request_id] = sink
+        connection.send(
+            Submit(call_id, request_id, ids, sampling_params, priority, cache_salt, key_name)
+        )
+        try:
+            max_tokens, seed = await answer
+        except BaseException:
+            self.release(request_id, is_finished=False)
+            raise
+        now, none = time.monotonic(), frozenset[int]()
+        request = Request(
+            request_id, tuple(ids), sampling_params, max_tokens, seed, now, none, priority
+        )
+        return request, text
+
+    def release(self, request_id: str, *, is_finished: bool) -> None:
+        """Forget a request that was submitted; one that has not finished is aborted."""
+        if self._connection.sinks.pop(request_id, None) is not None:
+            self._connection.send(Release(request_id, is_finished))
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its iterator ends with EngineStopped."""
+        sink = self._connection.sinks.get(request_id)
+        if sink is not None:
+            sink.fail(EngineStopped(f"request {request_id} was aborted"))
+
+    def dump_stacks(self) -> None:
+        """Have the process write the stacks of all its threads to stderr, also if it hangs."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def close(self) -> None:
+        """End the process; by force where it does not end itself."""
+        with contextlib.suppress(OSError):  # closed already
+            self._sock.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        call_id, answer = self._connection.next_call()
+        self._connection.send(Call(call_id, method, list(arguments)))
+        return await answer

@@ -1,0 +1,83 @@
+"""Prompts and conversations to token ids, off the event loop where that takes long."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.config.settings import ModelSettings
+from jaxpaged.engine.inputs import InputProcessor, Prompt
+from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.text.templates import ChatTemplate
+from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer, load_tokenizer
+
+SHORT_TEXT = 2048  # characters that are encoded at once: a thread costs more
+
+
+class PromptTexts:
+    """The text side of an engine: used in an event loop."""
+
+    def __init__(self, inputs: InputProcessor, template: ChatTemplate | None):
+        self._inputs, self._template = inputs, template
+
+    async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt; a long text in a worker thread."""
+        if isinstance(prompt, str) and len(prompt) > SHORT_TEXT:
+            return await asyncio.to_thread(self._inputs.encode, prompt)
+        return self._inputs.encode(prompt)
+
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> dict[str, Any]:
+        """A conversation through the chat template, rendered and tokenised in a worker thread."""
+        template = chat_template(self._template)
+        return await asyncio.to_thread(
+            render_chat, template, self._inputs.tokenizer, messages, **options
+        )
+
+
+def render_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    **options: Any,
+) -> dict[str, Any]:
+    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""
+    text = template.render(messages, **options)
+    # the template writes the special tokens itself, BOS included
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def chat_template(template: ChatTemplate | None) -> ChatTemplate:
+    """The template, or a refusal that says what to do."""
+    if template is None:
+        raise RequestError(
+            "this model has no chat template: use completions, or start with --chat-template FILE",
+            param="messages",
+        )
+    return template
+
+
+def tokenizer_for(settings: ModelSettings, path: Path) -> Tokenizer:
+    """The model's own tokenizer, another one, or none: then only token ids are taken."""
+    if settings.skip_tokenizer_init:
+        return ids_only_tokenizer()
+    return load_tokenizer(settings.tokenizer or path)
+
+
+def template_for(settings: ModelSettings, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The operator's template, or the model's, or none.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no template.
+    """
+    if settings.chat_template is None:
+        found = tokenizer.chat_templates
+        return ChatTemplate(found, tokenizer.special_tokens) if found else None
+    try:
+        source = Path(settings.chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"chat_template {settings.chat_template} cannot be read: {error.strerror}"
+        ) from error
+    return ChatTemplate(source, tokenizer.special_tokens)
