@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import aclosing
+from typing import Protocol
 
 from aiohttp import web
 
@@ -12,71 +13,91 @@ from jaxpaged.openai.job import Job
 from jaxpaged.openai.streams import Numbered
 from server.direct import stream_directly
 from server.errors import error_body, log_refusal
-from server.sse import EventStream
+from server.sse import DONE, EventStream
 from server.state import ServerState
 
 log = logging.getLogger(__name__)
 
 
+class Writer(Protocol):
+    """How outputs are written as events."""
+
+    tail: bytes  # ends every stream
+
+    def events(self, number: int, output: RequestOutput) -> bytes:
+        """Everything that an output of prompt `number` adds."""
+        ...
+
+    def last(self) -> bytes:
+        """What follows the last output."""
+        ...
+
+    def failure(self, error: BaseException) -> bytes: ...
+
+
 async def respond(request: web.Request, server: ServerState, job: Job) -> web.StreamResponse:
     """Run the job and answer; leaving for any reason aborts it."""
-    server.open_ids.update(job.request_ids)
-    try:
+    with server.open(job):
         if job.body.stream and job.form.is_plain and not job.each_usage:
             return await stream_directly(request, server, job)
         if not job.body.stream:
             fields = await whole_answer(job, server.engine)
             return web.Response(body=encode(fields), content_type="application/json")
         async with aclosing(outputs_of(job, server.engine)) as outputs:
-            return await _stream(request, server, job, outputs)
-    finally:
-        server.open_ids.difference_update(job.request_ids)
+            return await stream_outputs(request, server, outputs, _Chunks(job))
 
 
-async def _stream(
-    request: web.Request, server: ServerState, job: Job, outputs: Numbered
+async def stream_outputs(
+    request: web.Request, server: ServerState, outputs: Numbered, writer: Writer
 ) -> web.StreamResponse:
+    """Answer with a stream of events, as outputs come."""
     first = await anext(outputs)  # a refusal comes here, while there is a status to tell it with
     check_output(first[1])
     stream = EventStream(request, server.limits.write_timeout_s)
     await stream.start()
-    chunks = _Chunks(job)
     try:
-        await stream.send(chunks.events(*first))
+        await stream.send(writer.events(*first))
         async for number, output in outputs:
             check_output(output)
-            await stream.send(chunks.events(number, output))
-        await stream.send(chunks.writer.last(chunks.usage))
+            await stream.send(writer.events(number, output))
+        await stream.send(writer.last())
     except ConnectionError as error:
-        log.info("%s: %s", job.envelope.answer_id, error)
+        log.info("%s: %s", first[1].request_id, error)
         return stream.response
     except Exception as error:
         log_refusal(request, error)
-        await stream.send(b"data: " + error_body(error) + b"\n\n")
-    return await stream.finish()
+        await stream.send(writer.failure(error))
+    return await stream.finish(writer.tail)
 
 
 class _Chunks:
-    """Outputs to events, for one stream."""
+    """Outputs to OpenAI's chunks, for one stream."""
+
+    tail = DONE
 
     def __init__(self, job: Job):
         self._job, self._form = job, job.form
-        self.usage, self.writer = job.usage, job.chunk_writer()
+        self._usage, self._writer = job.usage, job.chunk_writer()
         self._open_prompts: set[int] = set()
         self._opened: set[int] = set()
 
     def events(self, number: int, output: RequestOutput) -> bytes:
-        """Everything that `output` adds, as events."""
         if number not in self._open_prompts:
             self._open_prompts.add(number)
-            self.usage.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
+            self._usage.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
         return b"".join([self._event(number, output, part) for part in output.outputs])
 
+    def last(self) -> bytes:
+        return self._writer.last(self._usage)
+
+    def failure(self, error: BaseException) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
     def _event(self, number: int, output: RequestOutput, part: CompletionOutput) -> bytes:
-        self.usage.completion_tokens += len(part.token_ids)
+        self._usage.completion_tokens += len(part.token_ids)
         index = self._job.index(number, part.index)
         chunk = self._form.chunk(index, output, part)
-        event = b"" if chunk is None else self.writer.choices([chunk], self.usage)
+        event = b"" if chunk is None else self._writer.choices([chunk], self._usage)
         opening = None if index in self._opened else self._form.opening(index)
         self._opened.add(index)
-        return event if opening is None else self.writer.choices([opening], self.usage) + event
+        return event if opening is None else self._writer.choices([opening], self._usage) + event

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from jaxpaged.openai.engine import ServedEngine
-from server import chat, completions, status, tokens
+from server import chat, completions, messages, status, tokens
 from server.auth import KEY_ID, KeyGuard, guard_middleware
 from server.errors import Handler, errors_as_json
 from server.http_metrics import NOT_COUNTED
@@ -35,6 +35,8 @@ def add_routes(router: web.UrlDispatcher) -> None:
     """Every route has a name; `auth.OPEN_ROUTES` names those that need no key."""
     router.add_post("/v1/completions", completions.completions, name="completions")
     router.add_post("/v1/chat/completions", chat.chat_completions, name="chat_completions")
+    router.add_post("/v1/messages", messages.messages, name="messages")
+    router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")
     router.add_get("/v1/models", status.models, name="models")
     router.add_get("/v1/models/{model:.+}", status.model, name="model")
     router.add_post("/tokenize", tokens.tokenize, name="tokenize")

@@ -30,6 +30,12 @@ class KeyGuard:
         return given.hex()[:16] if any(matches) and scheme.lower() == "bearer" else None
 
 
+def _authorization(request: web.Request) -> str:
+    """The header that carries the key; Anthropic's clients send it without a scheme."""
+    key = request.headers.get("X-Api-Key")
+    return request.headers.get("Authorization", "" if key is None else f"Bearer {key}")
+
+
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
@@ -43,7 +49,7 @@ def guard_middleware(guard: KeyGuard):
         route = request.match_info.route
         if guard.is_open or (route.name in OPEN_ROUTES and request.method != "OPTIONS"):
             return await handler(request)
-        key_id = guard.identify(request.headers.get("Authorization", ""))
+        key_id = guard.identify(_authorization(request))
         if key_id is None:
             raise HttpError(
                 401,

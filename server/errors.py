@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+MESSAGES = "/v1/messages"
 MAX_MESSAGE = 1000  # characters; a message may quote what the client sent
 
 
@@ -62,7 +63,7 @@ def status_of(error: BaseException) -> int:
     return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
 
 
-def error_body(error: BaseException) -> bytes:
+def error_body(error: BaseException, path: str = "") -> bytes:
     """The JSON of an error. What nobody foresaw is not described: its text may hold anything."""
     status = status_of(error)
     fields: dict[str, Any] = {
@@ -71,7 +72,8 @@ def error_body(error: BaseException) -> bytes:
         "param": getattr(error, "param", None),
         "code": getattr(error, "code", None),
     }
-    return msgspec.json.encode({"error": fields})
+    outer = {"type": "error"} if path.startswith(MESSAGES) else {}  # Anthropic's shape has both
+    return msgspec.json.encode(outer | {"error": fields})
 
 
 def _message(error: BaseException) -> str:
@@ -91,7 +93,7 @@ _HTTP_MESSAGES = {
 }
 
 
-def error_response(error: BaseException) -> web.Response:
+def error_response(error: BaseException, path: str) -> web.Response:
     headers: dict[str, str] = {}
     if isinstance(error, CapacityError | RateLimited):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -101,7 +103,7 @@ def error_response(error: BaseException) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
         status=status_of(error),
-        body=error_body(error),
+        body=error_body(error, path),
         content_type="application/json",
         headers=headers,
     )
@@ -123,4 +125,4 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except Exception as error:  # a request's failure is its own: it never ends the server
         log_refusal(request, error)
-        return error_response(error)
+        return error_response(error, request.path)

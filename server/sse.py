@@ -64,8 +64,8 @@ class EventStream:
         if not self.write(events):
             await self.wait_for_reader()
 
-    async def finish(self) -> web.StreamResponse:
-        await self.send(DONE)
+    async def finish(self, tail: bytes = DONE) -> web.StreamResponse:
+        await self.send(tail)
         await self.response.write_eof()
         return self.response
 

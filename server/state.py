@@ -10,6 +10,7 @@ from aiohttp import web
 from jaxpaged.errors import CapacityError, Draining
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.engine import ServedEngine
+from jaxpaged.openai.job import Job
 from server.deadlines import HeadDeadlines
 from server.errors import HttpError
 from server.http_metrics import HttpMetrics
@@ -72,6 +73,15 @@ class ServerState:
             self.num_working -= 1
             if not self.num_working:
                 self._idle.set()
+
+    @contextmanager
+    def open(self, job: Job) -> Generator[None]:
+        """While a job is answered the engine's ids of it are known, so that it can be ended."""
+        self.open_ids.update(job.request_ids)
+        try:
+            yield
+        finally:
+            self.open_ids.difference_update(job.request_ids)
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """True once no work is left, False after `timeout_s`."""

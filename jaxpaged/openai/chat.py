@@ -114,6 +114,10 @@ class ChatForm:
                 return None
         return {"index": index, "delta": delta} | self._rest(part, answer)
 
+    def parsed(self) -> ParsedAnswer:
+        """What reads an answer; one that is content as it stands too."""
+        return ParsedAnswer(None, None) if self._parsing is None else self._parsing()
+
     def _answer(self, index: int) -> ParsedAnswer | None:
         if self._parsing is not None and index not in self._answers:
             self._answers[index] = self._parsing()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jaxpaged.anthropic.schema import MessagesRequest
 from jaxpaged.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -17,12 +18,14 @@ from tests.server.conftest import CHAT, COMPLETIONS
 BODIES = {
     COMPLETIONS: CompletionRequest,
     CHAT: ChatRequest,
+    "/v1/messages": MessagesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "ABC", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 2},
     "/tokenize": {"prompt": "ABC"},
     "/detokenize": {"tokens": [32]},
 }
@@ -30,7 +33,10 @@ ATOMS = [
     None, True, False, 0, 1, -1, 2, 3.5, 1e308, -1e308, 2**31, 2**63, 2**64, -(2**63), "", "a", "0",
     "\x00", "\u2028", "\U0001fae0", "x" * 3000, "{{ 7 }}", "</s>", "../../etc", "text", "user",
 ]  # fmt: skip
-KEYS = ["", "0", "512", "type", "text", "role", "content", "include_usage", "function", "x\ny"]
+KEYS = [
+    "", "0", "512", "type", "text", "role", "content", "include_usage", "function", "x\ny", "name",
+    "parameters", "input", "auto", "required",
+]  # fmt: skip
 
 
 def nonsense(rng: random.Random, depth: int = 0) -> Any:
