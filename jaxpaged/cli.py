@@ -12,6 +12,7 @@ COMMANDS = {
     "serve": ("server.command", "serve a model through OpenAI's API"),
     "generate": ("jaxpaged.generate", "continue prompts, or answer a batch file"),
     "replay": ("jaxpaged.replay", "plan a recorded run again and compare"),
+    "plan": ("jaxpaged.plan", "say what fits on a device before it is loaded"),
     "bench": ("jaxpaged.bench.command", "measure throughput, latency and start-up"),
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Request, TokenEvent
+from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.generation import generate
 from jaxpaged.engine.inbox import EventSink
@@ -261,7 +262,7 @@ class AsyncLLM:
                         self._tell(lambda events=events: self._deliver(events))
         except BaseException as error:
             log.exception("the engine has stopped")
-            self._error = error
+            self._error = ran_out(self._parts.plan, error) or error
             self._tell(self._fail_all)
 
     def _tell(self, function: Callable[[], None]) -> None:

@@ -27,10 +27,12 @@ from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.recording import RecordedScheduler
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.advice import memory_explained, plan_or_refuse
+from jaxpaged.engine.capacity import MemoryPlan, tree_bytes
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, machine_identity
 from jaxpaged.engine.inputs import InputProcessor
-from jaxpaged.engine.memory import choose_num_pages, limit_device_memory, workspace_bytes
+from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device
 from jaxpaged.engine.runner import Runner
 from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.errors import ConfigError
@@ -40,12 +42,10 @@ from jaxpaged.metrics import EngineMetrics
 from jaxpaged.models.decoder import init_device_state
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer
-from jaxpaged.weights.loader import LoadedModel, load_model
+from jaxpaged.weights.loader import LoadedModel, ModelFiles, open_model
 
 log = logging.getLogger(__name__)
 
-CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS = 8, 256
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 8192
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -61,6 +61,7 @@ class EngineParts:
     config: EngineConfig
     default_sampling: dict[str, Any]
     phases_s: dict[str, float]
+    plan: MemoryPlan
 
 
 def build_engine(
@@ -86,26 +87,26 @@ def build_engine(
     limit_device_memory(config.cache.gpu_memory_utilization)
     with _timed(phases, "device"):
         platform = jax.default_backend()
-        dtype = _dtype(config.model.dtype, platform)
+        dtype = model_dtype(config.model.dtype, platform)
+        device = present_device(config)
     with _timed(phases, "weights"):
-        loaded = load_model(
-            config.model.model,
-            dtype=dtype,
-            load_format=config.model.load_format,
-            hf_overrides=config.model.hf_overrides,
-            revision=config.model.revision,
-            seed=config.model.seed,
-            attend=attention or paged_attention,
-        )
+        files = open_files(config, dtype, attention)
+        weights = tree_bytes(files.params)
+        # refuses what cannot fit before a weight is read
+        plan_or_refuse(config, files.config, weights, dtype, device)
+        loaded = files.load(config.model.seed)
     with _timed(phases, "tokenizer"):
         tokenizer = tokenizer_for(config.model, loaded.path)
         template = template_for(config.model, tokenizer)
     with _timed(phases, "page pool"):
-        model, config = _fix_sizes(config, loaded.config, platform)
-        runner, parts = _device_side(config, model, loaded, dtype, attention, logits_processors)
+        weights = bytes_in_use() or weights
+        plan = plan_or_refuse(config, loaded.config, weights, dtype, device)
+        config, model = settled(config, plan), plan.model
+        with memory_explained(plan):
+            runner, parts = _device_side(config, plan, loaded, dtype, attention, logits_processors)
     wants_warm = warm and platform != "cpu"
     if config.compile.warmup == "all" or (config.compile.warmup == "auto" and wants_warm):
-        with _timed(phases, "programs"):
+        with _timed(phases, "programs"), memory_explained(plan):
             _warm_up(runner, parts.ladder, show_progress)
     metrics = EngineMetrics(_served_name(config), model.max_len)
     metrics.cache_config(
@@ -137,7 +138,7 @@ def build_engine(
     gc.freeze()
     log.info("ready: %s", ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()))
     defaults = default_sampling_params(loaded.path, config)
-    return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases)
+    return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases, plan)
 
 
 @dataclass(frozen=True)
@@ -149,21 +150,16 @@ class _HostSide:
 
 def _device_side(
     config: EngineConfig,
-    model: ModelConfig,
+    plan: MemoryPlan,
     loaded: LoadedModel,
     dtype: np.dtype,
     attention: AttentionOp | None,
     logits_processors: Mapping[str, LogitsProcessor] | None,
 ) -> tuple[Runner, _HostSide]:
     """The page pool on both sides, and the runner over it."""
-    cache, sched = config.cache, config.scheduler
-    max_num_seqs, budget = sched.max_num_seqs, sched.max_num_batched_tokens
-    assert max_num_seqs is not None
-    assert budget is not None
-    page_size = cache.page_size
-    workspace = workspace_bytes(model, dtype, budget, max_num_seqs)
-    num_pages = choose_num_pages(config, model, dtype, max_num_seqs, workspace)
-    model = _fit_max_len(config, model, num_pages)
+    cache, sched, model = config.cache, config.scheduler, plan.model
+    max_num_seqs, budget = plan.max_num_seqs, plan.max_num_batched_tokens
+    page_size, num_pages = plan.page_size, plan.num_pages
     pages_per_seq = -(-model.max_len // page_size)
     pool = PagePool(num_pages, page_size)
     limits = SchedulerLimits(
@@ -228,49 +224,39 @@ def _warm_up(runner: Runner, ladder: BucketLadder, show_progress: bool) -> None:
         runner.warm_up(buckets, notice)
 
 
-def _fix_sizes(
-    config: EngineConfig, model: ModelConfig, platform: str
-) -> tuple[ModelConfig, EngineConfig]:
-    """Fill in what was left to us, by platform."""
-    is_cpu = platform == "cpu"
-    max_num_seqs = config.scheduler.max_num_seqs or (
-        CPU_MAX_NUM_SEQS if is_cpu else GPU_MAX_NUM_SEQS
+def open_files(
+    config: EngineConfig, dtype: np.dtype, attention: AttentionOp | None = None
+) -> ModelFiles:
+    """The configured model, of which only the configuration is read."""
+    return open_model(
+        config.model.model,
+        dtype=dtype,
+        load_format=config.model.load_format,
+        hf_overrides=config.model.hf_overrides,
+        revision=config.model.revision,
+        attend=attention or paged_attention,
     )
-    budget = config.scheduler.max_num_batched_tokens
-    budget = budget or max(CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS, max_num_seqs)
-    if budget < max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens is {budget}, under max_num_seqs of {max_num_seqs}: a step "
-            "must hold a token of each running sequence; raise one or lower the other"
+
+
+def settled(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
+    """The configuration with what was left to the planner filled in, and said."""
+    if plan.model.max_len < plan.wanted_len:
+        log.warning(
+            "context shortened from %d to the %d tokens that fit",
+            plan.wanted_len,
+            plan.model.max_len,
         )
-    wanted = config.model.max_model_len
-    if wanted is not None and wanted > model.max_len:
-        raise ConfigError(
-            f"max_model_len is {wanted}, over the {model.max_len} positions of the model: lower it"
-        )
-    if wanted is not None and wanted > 0:
-        model = dataclasses.replace(model, max_len=wanted)
+    log.info("plan: %s", "; ".join(" ".join(line.split()) for line in plan.lines()))
     scheduler = dataclasses.replace(
-        config.scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        config.scheduler,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
     )
-    return model, dataclasses.replace(config, scheduler=scheduler)
+    return dataclasses.replace(config, scheduler=scheduler)
 
 
-def _fit_max_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> ModelConfig:
-    """The context that the pool holds, where it is less than the model's and may be shortened."""
-    fits = (num_pages - 1) * config.cache.page_size
-    if fits >= model.max_len or config.cache.num_gpu_blocks_override is not None:
-        return model
-    if config.model.max_model_len is not None and config.model.max_model_len != -1:
-        raise ConfigError(
-            f"max_model_len is {model.max_len} and the page pool holds {fits} tokens: lower "
-            "--max-model-len, or raise --gpu-memory-utilization or --cpu-kvcache-space"
-        )
-    log.warning("context shortened from %d to the %d tokens that fit", model.max_len, fits)
-    return dataclasses.replace(model, max_len=fits)
-
-
-def _dtype(name: str, platform: str) -> np.dtype:
+def model_dtype(name: str, platform: str) -> np.dtype:
+    """The type of weights, activations and KV."""
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(name)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import jax
 from tqdm import tqdm
 
 from jaxpaged.arrays import Params
@@ -10,6 +11,7 @@ from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Request
+from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.inputs import Prompt
@@ -179,6 +181,11 @@ class LLM:
                     if assembler.is_finished:
                         del open_requests[event.request_id]
                         yield assembler.whole()
+        except jax.errors.JaxRuntimeError as error:
+            said = ran_out(self.parts.plan, error)
+            if said is None:
+                raise
+            raise said from error
         finally:
             for request_id in open_requests:
                 engine.abort(request_id)

@@ -1,50 +1,50 @@
-"""How many pages fit, and what to say when they do not."""
+"""The device's memory: how much there is, and how much of it this process may take."""
 
 import os
+from dataclasses import dataclass
 
 import jax
-import numpy as np
 
-from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError
 
 GIB = 2**30
 CPU_MARGIN = 0.8  # share of the host memory that is free which the pool may take
 
+# MiB that the driver shows, by a name's beginning, longest first
+GPUS = {
+    "B200": 183_359,
+    "H200": 143_771,
+    "H100": 81_559,
+    "H20": 97_871,
+    "A100-40": 40_960,
+    "A100": 81_920,
+    "A10": 23_028,
+    "L40S": 46_068,
+    "L40": 46_068,
+    "L4": 23_034,
+    "RTX 4090": 24_564,
+    "RTX 3090": 24_576,
+    "T4": 15_360,
+}
 
-def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
-    elements = 2 * model.num_layers * page_size * model.kv_heads * model.head_dim
-    return elements * np.dtype(dtype).itemsize
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A device as the planner sees it.
 
-def choose_num_pages(
-    config: EngineConfig, model: ModelConfig, dtype: np.dtype, max_num_seqs: int, workspace: int
-) -> int:
-    """Pages of the pool, the null page included.
-
-    On a GPU: what XLA's allocator may still take (its limit was set to the wanted share when the
-    device was opened), less `workspace` bytes for activations and programs. On a CPU:
-    `cpu_kvcache_space`. Never more than all running sequences can use at the model's full length.
-
-    Raises:
-        ConfigError: not even one sequence of 2 pages fits; names needed, free and what to change.
+    On a CPU only the page pool counts, and `total_bytes` is what the pool may take at most.
     """
-    cache = config.cache
-    one_page = page_bytes(model, cache.page_size, dtype)
-    if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override
-    available = _available_bytes(config, workspace)
-    num_pages = available // one_page
-    if num_pages < 3:
-        raise ConfigError(
-            f"the page pool needs at least {3 * one_page / GIB:.3f} GiB and "
-            f"{max(available, 0) / GIB:.3f} GiB are free for it: raise --gpu-memory-utilization "
-            f"(now {cache.gpu_memory_utilization}), or lower --max-num-batched-tokens"
-        )
-    most_useful = 1 + max_num_seqs * -(-model.max_len // cache.page_size)
-    return int(min(num_pages, most_useful))
+
+    name: str
+    total_bytes: int
+    is_cpu: bool
+
+    def limit_bytes(self, config: EngineConfig) -> int:
+        """What the configuration lets this process take."""
+        if self.is_cpu:
+            return min(int(config.cache.cpu_kvcache_space * GIB), self.total_bytes)
+        return int(config.cache.gpu_memory_utilization * self.total_bytes)
 
 
 def limit_device_memory(share: float) -> None:
@@ -52,25 +52,38 @@ def limit_device_memory(share: float) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.4f}")
 
 
-def workspace_bytes(
-    model: ModelConfig, dtype: np.dtype, max_num_batched_tokens: int, max_num_seqs: int
-) -> int:
-    """What a step needs beside weights and pool: activations, logits, programs, a margin."""
-    a_token = (8 * model.embed + 3 * model.ffn + 4 * model.heads * model.head_dim) * dtype.itemsize
-    logits = 6 * max_num_seqs * model.vocab * 4
-    return max_num_batched_tokens * a_token + logits + GIB
+def present_device(config: EngineConfig) -> DeviceMemory:
+    """The device that JAX has opened, its limit having been set from `config`."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return DeviceMemory("CPU", int(CPU_MARGIN * _free_host_bytes()), is_cpu=True)
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 1.0))
+    return DeviceMemory(device.device_kind, int(limit / share), is_cpu=False)
 
 
-def _available_bytes(config: EngineConfig, workspace: int) -> int:
-    cache = config.cache
-    if cache.kv_cache_memory_bytes is not None:
-        return cache.kv_cache_memory_bytes
-    if jax.default_backend() == "cpu":
-        wanted = int(cache.cpu_kvcache_space * GIB)
-        return min(wanted, int(CPU_MARGIN * _free_host_bytes()))
-    stats = jax.devices()[0].memory_stats() or {}
-    limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-    return limit - used - workspace
+def named_device(name: str) -> DeviceMemory:
+    """A GPU that need not be here: by name, or by its GiB of memory.
+
+    Raises:
+        ConfigError: neither a known name nor a number.
+    """
+    wanted = name.upper().removeprefix("NVIDIA").strip(" -_")
+    for known, mebibytes in GPUS.items():
+        if wanted.startswith(known):
+            return DeviceMemory(known, mebibytes * 2**20, is_cpu=False)
+    try:
+        gibibytes = float(wanted.removesuffix("GIB").removesuffix("GB"))
+    except ValueError:
+        raise ConfigError(
+            f"--gpu is {name!r}, known are {', '.join(sorted(GPUS))}, or give its GiB of memory"
+        ) from None
+    return DeviceMemory(f"GPU of {gibibytes:g} GiB", int(gibibytes * GIB), is_cpu=False)
+
+
+def bytes_in_use() -> int:
+    """What JAX holds on the device now; 0 where it does not tell, as on a CPU."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def _free_host_bytes() -> int:

@@ -45,6 +45,67 @@ class LoadedModel:
     path: Path  # folder, or GGUF file
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model of which only the configuration was read; `params` are shapes."""
+
+    config: ModelConfig
+    graphdef: nnx.GraphDef
+    params: Params
+    hf_config: dict[str, Any]
+    path: Path
+    gguf: GgufSource | None
+    is_dummy: bool
+
+    def load(self, seed: int = 0, device: Destination = None) -> LoadedModel:
+        """Read the weights onto the device, or make random ones from `seed`.
+
+        Raises:
+            WeightsError: the weights are damaged or do not fit the configuration.
+        """
+        config = self.config
+        if self.is_dummy:
+            params = random_params(self.params, seed, device)
+        else:
+            source = self.gguf or SafetensorsSource(self.path)
+            places = weight_names(find_family(self.hf_config, self.path.name), config)
+            check_fit(source, places, config)
+            params = _read_params(source, places, self.params, config, device)
+        return LoadedModel(config, self.graphdef, params, self.hf_config, self.path)
+
+
+def open_model(
+    path_or_id: str | Path,
+    *,
+    dtype: DTypeLike,
+    load_format: LoadFormat = "auto",
+    hf_overrides: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    attend: AttentionOp = paged_attention,
+) -> ModelFiles:
+    """Find a folder, a GGUF file or a model of the hub, and read what it is, no weights.
+
+    Args:
+        dtype: of weights and activations; norms stay float32.
+        load_format: `dummy` makes random weights of the configuration's shape.
+        hf_overrides: put over the checkpoint's configuration, nested mappings entry by entry.
+
+    Raises:
+        ConfigError: the configuration cannot be served.
+        WeightsError: the weights are in no format that is read.
+    """
+    checkpoint = find_checkpoint(path_or_id, load_format, revision)
+    gguf = GgufSource(checkpoint.path) if checkpoint.is_gguf else None
+    hf_config = read_config(checkpoint.path) if gguf is None else gguf.hf_config
+    hf_config = merged(hf_config, hf_overrides or {})
+    config = model_config(hf_config, checkpoint.path.name)
+    if gguf is not None:
+        config = replace(config, norm_plus_one=False)
+    graphdef, abstract = abstract_model(config, attend, dtype)
+    is_dummy = load_format == "dummy"
+    return ModelFiles(config, graphdef, abstract, hf_config, checkpoint.path, gguf, is_dummy)
+
+
 def load_model(
     path_or_id: str | Path,
     *,
@@ -56,34 +117,16 @@ def load_model(
     attend: AttentionOp = paged_attention,
     device: Destination = None,
 ) -> LoadedModel:
-    """Load a folder, a GGUF file or a model of the hub onto the device.
-
-    Args:
-        dtype: of weights and activations; norms stay float32.
-        load_format: `dummy` makes random weights of the configuration's shape, from `seed`.
-        hf_overrides: put over the checkpoint's configuration, nested mappings entry by entry.
-
-    Raises:
-        ConfigError: the configuration cannot be served.
-        WeightsError: the weights are damaged or do not fit the configuration.
-    """
-    checkpoint = find_checkpoint(path_or_id, load_format, revision)
-    gguf = GgufSource(checkpoint.path) if checkpoint.is_gguf else None
-    hf_config = read_config(checkpoint.path) if gguf is None else gguf.hf_config
-    hf_config = merged(hf_config, hf_overrides or {})
-    label = checkpoint.path.name
-    config = model_config(hf_config, label)
-    if gguf is not None:
-        config = replace(config, norm_plus_one=False)
-    graphdef, abstract = abstract_model(config, attend, dtype)
-    if load_format == "dummy":
-        params = random_params(abstract, seed, device)
-    else:
-        source = gguf or SafetensorsSource(checkpoint.path)
-        places = weight_names(find_family(hf_config, label), config)
-        check_fit(source, places, config)
-        params = _read_params(source, places, abstract, config, device)
-    return LoadedModel(config, graphdef, params, hf_config, checkpoint.path)
+    """`open_model`, and its weights onto the device. Raises what either raises."""
+    files = open_model(
+        path_or_id,
+        dtype=dtype,
+        load_format=load_format,
+        hf_overrides=hf_overrides,
+        revision=revision,
+        attend=attend,
+    )
+    return files.load(seed, device)
 
 
 def abstract_model(

@@ -14,12 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.config.architecture import LayerKind, ModelConfig, RopeConfig
 from jaxpaged.config.settings import EngineConfig, ModelSettings, SchedulerSettings
 from jaxpaged.core.request import Request, TokenEvent, TokenLogprobs
 from jaxpaged.engine.async_engine import AsyncLLM
+from jaxpaged.engine.capacity import plan_memory
 from jaxpaged.engine.factory import EngineParts
 from jaxpaged.engine.inputs import InputProcessor
+from jaxpaged.engine.memory import DeviceMemory
 from jaxpaged.metrics import EngineLoad, EngineMetrics
 from jaxpaged.text.detokenizer import Detokenizer
 from jaxpaged.text.templates import ChatTemplate
@@ -222,5 +226,6 @@ def fake_llm(
         config=config,
         default_sampling=default_sampling or {},
         phases_s={},
+        plan=plan_memory(config, model, 0, np.dtype(np.float32), DeviceMemory("CPU", 2**30, True)),
     )
     return AsyncLLM(parts), engine

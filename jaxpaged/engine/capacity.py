@@ -1,0 +1,250 @@
+"""What fits: weights, workspace, pages, context and concurrency, known before a weight is read.
+
+The same numbers size the page pool, choose what the operator left open, and word the refusal.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxpaged.arrays import Params
+from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.settings import EngineConfig
+from jaxpaged.core.buckets import MAX_SCORED_TOKENS
+from jaxpaged.engine.memory import GIB, DeviceMemory
+from jaxpaged.errors import ConfigError
+
+CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS = 8, 256
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 8192
+USUAL_LEN = 512  # tokens that the default number of running sequences must find pages for
+LEAST_PAGES = 3  # the null page, and two to write to
+LOGIT_COPIES = 3  # float32 logits of all rows that the `full` sampler holds at once
+LIBRARY_BYTES = 64 * 2**20  # workspace of the matrix products' library
+MARGIN_BYTES = GIB // 2  # never planned: holes between allocations, and errors of the estimate
+ALIGNMENT = 256  # bytes; of every allocation
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One device's memory, in bytes. `model` has the context that will be served.
+
+    `weights` and `page` are a device's share where several hold the model.
+    """
+
+    device: DeviceMemory
+    model: ModelConfig
+    wanted_len: int  # the context before it was shortened to what fits
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    limit: int
+    weights: int
+    slots: int
+    workspace: int
+    margin: int
+    page: int
+    num_pages: int  # the null page included
+    least_pages: int  # fewer cannot serve what was asked for
+
+    @property
+    def room(self) -> int:
+        """What is left for pages."""
+        others = self.weights + self.slots + self.workspace + self.margin
+        return self.limit if self.device.is_cpu else self.limit - others
+
+    @property
+    def needed(self) -> int:
+        """The least that the whole takes of `limit`."""
+        return self.least_pages * self.page + self.limit - self.room
+
+    @property
+    def fits(self) -> bool:
+        return self.least_pages <= self.num_pages and self.num_pages * self.page <= self.room
+
+    @property
+    def pool_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def concurrency(self) -> float:
+        """Sequences of the full context that the pool holds."""
+        return (self.num_pages - 1) / -(-self.model.max_len // self.page_size)
+
+    def lines(self) -> list[str]:
+        """The plan in words, one item a line."""
+        lines = [f"device             {gib(self.limit)} of {self.device.name} for this process"]
+        if not self.device.is_cpu:
+            lines += [
+                f"weights            {gib(self.weights)}",
+                f"sequence slots     {gib(self.slots)} for {self.max_num_seqs} sequences",
+                f"workspace          {gib(self.workspace)} for steps of "
+                f"{self.max_num_batched_tokens} tokens, and {gib(self.margin)} kept free",
+            ]
+        return [
+            *lines,
+            f"page pool          {gib(self.num_pages * self.page)}: {self.num_pages - 1} pages of "
+            f"{self.page_size} tokens, {self.pool_tokens} tokens, {self.page} bytes a page",
+            f"longest context    {self.model.max_len} tokens",
+            f"concurrency        {self.concurrency:.1f} sequences of that length; "
+            f"{self.max_num_seqs} run at most",
+        ]
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: int,
+    dtype: np.dtype,
+    device: DeviceMemory,
+) -> MemoryPlan:
+    """Share out a device's memory; fills in what the configuration leaves to us.
+
+    Args:
+        weights: bytes on this device.
+        dtype: of activations and KV.
+
+    Raises:
+        ConfigError: settings that contradict each other or the model, whatever the memory.
+    """
+    max_num_seqs = config.scheduler.max_num_seqs
+    if max_num_seqs is not None:
+        return _plan(config, model, weights, dtype, device, max_num_seqs)
+    most = CPU_MAX_NUM_SEQS if device.is_cpu else GPU_MAX_NUM_SEQS
+    budget = config.scheduler.max_num_batched_tokens or most
+    sizes = [2**n for n in range(most.bit_length() - 1, -1, -1) if 2**n <= budget]
+    for size in sizes:
+        plan = _plan(config, model, weights, dtype, device, size)
+        if plan.fits and plan.pool_tokens >= size * min(plan.model.max_len, USUAL_LEN):
+            return plan
+    return _plan(config, model, weights, dtype, device, 1)
+
+
+def tree_bytes(params: Params) -> int:
+    """Device memory of a tree of arrays or shapes."""
+    return sum(_aligned(x.size * x.dtype.itemsize) for x in jax.tree.leaves(params))
+
+
+def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    elements = 2 * model.num_layers * page_size * model.kv_heads * model.head_dim
+    return elements * np.dtype(dtype).itemsize
+
+
+def share_of(model: ModelConfig, num_devices: int) -> ModelConfig:
+    """What one of `num_devices` computes of each layer.
+
+    Raises:
+        ConfigError: heads or widths do not divide.
+    """
+    for name in ("heads", "kv_heads", "ffn", "vocab"):
+        size = getattr(model, name)
+        if size % num_devices:
+            raise ConfigError(
+                f"--tensor-parallel-size is {num_devices}, which does not divide the model's "
+                f"{name} of {size}"
+            )
+    return dataclasses.replace(
+        model,
+        heads=model.heads // num_devices,
+        kv_heads=model.kv_heads // num_devices,
+        ffn=model.ffn // num_devices,
+        vocab=model.vocab // num_devices,
+    )
+
+
+def workspace_bytes(
+    model: ModelConfig, dtype: np.dtype, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """What a step needs beside weights, pool and slots: activations and logits.
+
+    The largest moment counts: the feed-forward or the attention of one layer over all tokens, the
+    sampler over all rows, or the library trying a product out when it is compiled.
+    """
+    size, tokens = dtype.itemsize, max_num_batched_tokens
+    kv_width = model.kv_heads * model.head_dim
+    attention = 3 * model.heads * model.head_dim + 2 * kv_width + 2 * model.embed
+    feed_forward = 3 * model.ffn + model.embed
+    activations = tokens * size * max(attention, feed_forward)
+    rows = max(max_num_seqs, min(MAX_SCORED_TOKENS, tokens))
+    logits = rows * model.vocab * 4
+    head = model.vocab * model.embed * size + logits
+    gate_up = size * (2 * model.ffn * model.embed + tokens * (model.embed + 2 * model.ffn))
+    return max(activations + logits, LOGIT_COPIES * logits, head, gate_up) + LIBRARY_BYTES
+
+
+def _plan(
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: int,
+    dtype: np.dtype,
+    device: DeviceMemory,
+    max_num_seqs: int,
+) -> MemoryPlan:
+    cache, wanted = config.cache, config.model.max_model_len
+    budget = _check_sizes(config, model, device, max_num_seqs)
+    is_fixed = wanted is not None and wanted > 0
+    if is_fixed:
+        model = dataclasses.replace(model, max_len=wanted)
+    page = page_bytes(model, cache.page_size, dtype)
+    full = -(-model.max_len // cache.page_size)
+    most_useful = 1 + max_num_seqs * full
+    plan = MemoryPlan(
+        device=device,
+        model=model,
+        wanted_len=model.max_len,
+        page_size=cache.page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        limit=device.limit_bytes(config),
+        weights=weights,
+        slots=_aligned((max_num_seqs + 1) * model.vocab * 2),
+        workspace=workspace_bytes(model, dtype, budget, max_num_seqs),
+        margin=MARGIN_BYTES,
+        page=page,
+        num_pages=most_useful,
+        least_pages=1 + full if is_fixed else min(LEAST_PAGES, most_useful),
+    )
+    if cache.num_gpu_blocks_override is not None:
+        asked = cache.num_gpu_blocks_override
+        # on a CPU the operator's word goes, whatever cpu_kvcache_space says
+        limit = max(plan.limit, asked * page) if device.is_cpu else plan.limit
+        return dataclasses.replace(plan, num_pages=asked, least_pages=asked, limit=limit)
+    if cache.kv_cache_memory_bytes is not None:
+        size = cache.kv_cache_memory_bytes
+        limit = max(plan.limit, size) if device.is_cpu else plan.limit
+        plan = dataclasses.replace(plan, num_pages=size // page, limit=limit)
+    else:
+        num_pages = min(max(plan.room // page, 0), most_useful)
+        plan = dataclasses.replace(plan, num_pages=num_pages)
+    if is_fixed or plan.pool_tokens >= model.max_len or not plan.fits:
+        return plan
+    return dataclasses.replace(plan, model=dataclasses.replace(model, max_len=plan.pool_tokens))
+
+
+def _check_sizes(
+    config: EngineConfig, model: ModelConfig, device: DeviceMemory, max_num_seqs: int
+) -> int:
+    """The token budget; refuses sizes that contradict each other."""
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > model.max_len:
+        raise ConfigError(
+            f"max_model_len is {wanted}, over the {model.max_len} positions of the model: lower it"
+        )
+    default = CPU_STEP_TOKENS if device.is_cpu else GPU_STEP_TOKENS
+    budget = config.scheduler.max_num_batched_tokens or max(default, max_num_seqs)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {budget}, under max_num_seqs of {max_num_seqs}: a step "
+            "must hold a token of each running sequence; raise one or lower the other"
+        )
+    return budget
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,115 @@
+"""`jaxpaged plan MODEL`: what fits on a device, before any weight is read.
+
+Exit codes: 0 it fits, 1 it does not, 2 the model or a setting cannot work.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpaged.config.flags import ArgumentParser, add_engine_flags, config_from_args
+from jaxpaged.config.settings import EngineConfig
+from jaxpaged.errors import ConfigError, JaxPagedError
+
+FITS, DOES_NOT_FIT, CANNOT_PLAN = 0, 1, 2
+MOST_DEVICES = 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan and the verdict."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except JaxPagedError as error:
+        sys.stderr.write(f"jaxpaged plan: {error}\n")
+        return CANNOT_PLAN
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="jaxpaged plan",
+        description="Say what fits on a device, before any weight is read.",
+        epilog=(__doc__ or "").split("\n\n")[1],
+    )
+    parser.add_argument("path", metavar="MODEL", nargs="?", help="directory, GGUF file or hub id")
+    parser.add_argument(
+        "--gpu", default="", help="a GPU's name, as H200, or its GiB (default: the device here)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    add_engine_flags(parser)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.path is not None:
+        setattr(args, "model.model", args.path)
+    # planned for any number of devices, while the engine itself runs on one
+    num_devices = vars(args).pop("parallel.tensor_parallel_size", 1)
+    if not 1 <= num_devices <= MOST_DEVICES:
+        raise ConfigError(
+            f"--tensor-parallel-size is {num_devices}, allowed are 1 to {MOST_DEVICES}"
+        )
+    config = config_from_args(args)
+    if not config.model.model:
+        raise ConfigError("MODEL is missing: a directory, GGUF file or hub id")
+    if args.gpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the device meant need not be here
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return _print_plan(config, args.gpu, num_devices, as_json=args.json)
+
+
+def _print_plan(config: EngineConfig, gpu: str, num_devices: int, *, as_json: bool) -> int:
+    from jaxpaged.engine import advice, capacity, factory, memory  # bring JAX, which takes seconds
+
+    memory.limit_device_memory(config.cache.gpu_memory_utilization)
+    device = memory.named_device(gpu) if gpu else memory.present_device(config)
+    dtype = factory.model_dtype(config.model.dtype, "cpu" if device.is_cpu else "gpu")
+    # of a hub model only the small files are fetched
+    shapes_only = dataclasses.replace(config.model, load_format="dummy")
+    files = factory.open_files(dataclasses.replace(config, model=shapes_only), dtype)
+    model = capacity.share_of(files.config, num_devices)
+    weights = capacity.tree_bytes(files.params) // num_devices
+
+    def replan(changed: EngineConfig) -> capacity.MemoryPlan:
+        return capacity.plan_memory(changed, model, weights, dtype, device)
+
+    plan = replan(config)
+    verdict = "fits" if plan.fits else f"does not fit: {advice.refusal(plan, replan, config)}"
+    write = sys.stdout.write
+    if as_json:
+        write(json.dumps(_numbers(plan, dtype.name, num_devices, verdict)) + "\n")
+    else:
+        each = f", each of {num_devices} devices" if num_devices > 1 else ""
+        write(f"{files.path.name}, {dtype.name}{each}\n")
+        write("".join(f"{line}\n" for line in (plan.lines() if plan.fits else plan.lines()[:-3])))
+        write(f"verdict            {verdict}\n")
+        if num_devices > 1:
+            write("note               this version runs on one device; more is an outlook\n")
+    return FITS if plan.fits else DOES_NOT_FIT
+
+
+def _numbers(plan: Any, dtype: str, num_devices: int, verdict: str) -> dict[str, Any]:
+    names = ("limit", "weights", "slots", "workspace", "margin", "page")
+    return {
+        "device": plan.device.name,
+        "tensor_parallel_size": num_devices,
+        "dtype": dtype,
+        **{f"{name}_bytes": getattr(plan, name) for name in names},
+        "num_gpu_blocks": plan.num_pages,
+        "block_size": plan.page_size,
+        "max_model_len": plan.model.max_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "concurrency": round(plan.concurrency, 2),
+        "fits": plan.fits,
+        "verdict": verdict,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
