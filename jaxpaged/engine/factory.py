@@ -35,7 +35,6 @@ from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device
 from jaxpaged.engine.runner import Runner
 from jaxpaged.engine.texts import template_for, tokenizer_for
-from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.metrics import EngineMetrics
