@@ -39,6 +39,7 @@ def add_routes(router: web.UrlDispatcher) -> None:
     router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")
     router.add_get("/v1/models", status.models, name="models")
     router.add_get("/v1/models/{model:.+}", status.model, name="model")
+    router.add_get("/v1/requests/{id}", status.request_explained, name="request")
     router.add_post("/tokenize", tokens.tokenize, name="tokenize")
     router.add_post("/detokenize", tokens.detokenize, name="detokenize")
     router.add_get("/health", status.health, name="health")

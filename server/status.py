@@ -1,11 +1,14 @@
 """What is served and how it fares: models, health, version, load, metrics."""
 
 import time
+from typing import Any
 
 from aiohttp import web
 
 from jaxpaged import __version__
 from jaxpaged.openai.chunks import encode
+from server.auth import KEY_ID
+from server.errors import HttpError
 from server.state import SERVER, ServerState
 
 STARTED = int(time.time())
@@ -36,6 +39,21 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     return _json(_model(server, server.check_model(request.match_info["model"])))
+
+
+async def request_explained(request: web.Request) -> web.Response:
+    """Why a request waited and what it got: an open one's, or one that said `"explain": true`."""
+    engine, answer_id = request.app[SERVER].engine, request.match_info["id"]
+    found: list[dict[str, Any]] = []
+    while explanation := await engine.explanation(f"{answer_id}-{len(found)}"):
+        found.append(explanation)
+    if not found or found[0]["key_name"] != request[KEY_ID]:
+        raise HttpError(
+            404,
+            f"no request {answer_id[:200]!r} is open under this key, nor did one lately ask to be "
+            'explained: send it with "explain": true',
+        )
+    return _json({"id": answer_id, "object": "request", "prompts": found})
 
 
 async def health(request: web.Request) -> web.Response:

@@ -63,6 +63,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[str] | None = None  # names given to LLM(logits_processors=...)
     skip_reading_prefix_cache: bool = False
+    explain: bool = False  # keep what the scheduler did, see docs/scheduling.md
     extra_args: dict[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):

@@ -110,5 +110,6 @@ class PlanDraft:
     slot_resets: list[tuple[int, tuple[int, ...], int]] = field(
         default_factory=list[tuple[int, tuple[int, ...], int]]
     )
+    next: Sequence | None = None  # waiting sequence that was last looked at
     has_preempted: bool = False
     left_out_scored: bool = False

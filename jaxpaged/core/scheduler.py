@@ -10,6 +10,7 @@ from jaxpaged.core.plan import PlanDraft, PlannedRow, StepPlan
 from jaxpaged.core.policies import make_policy
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.core.trace import Trace, WaitCause, note_plan, wait_cause
 from jaxpaged.errors import InvariantError, PromptTooLong, RequestError
 
 
@@ -27,6 +28,8 @@ class Scheduler:
         self._waiting = make_policy(limits.scheduling_policy, self._num_uncached)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._scored_was_left_out = False
+        self.wait_cause: WaitCause = "line"  # why the last plan admitted nobody further
+        self.traces: dict[int, Trace] = {}  # by seq_id, of those that are to be explained
 
     @property
     def num_running(self) -> int:
@@ -107,6 +110,10 @@ class Scheduler:
         if self._waiting and not draft.has_preempted:
             self._plan_waiting(draft)
         self._scored_was_left_out = draft.left_out_scored
+        if self._waiting:
+            self.wait_cause = wait_cause(draft, has_slots=bool(self._free_slots))
+        if self.traces:
+            note_plan(self.traces, draft, self.wait_cause, self.pool.page_size, self.limits)
         self._waiting.served(draft.rows)
         return StepPlan(draft.rows, tuple(draft.slot_resets))
 
@@ -196,7 +203,7 @@ class Scheduler:
         """Admit waiting sequences while there are tokens, slots and pages; none is passed over."""
         claimed = -1  # pages that running prompts will still need
         while self._waiting and self._free_slots and draft.num_tokens < draft.cap:
-            seq = self._waiting.first()
+            seq = draft.next = self._waiting.first()
             if seq.num_in_flight or not self.pool.num_free:
                 break
             if claimed < 0:
@@ -253,9 +260,8 @@ class Scheduler:
         return needed + self.pool.num_free_among(found) <= self.pool.num_free
 
     def _claimed_pages(self) -> int:
-        if not self.limits.reserves:
-            return 0
-        return sum([self._pages_to_come(seq) for seq in self._running.values()])
+        running = self._running.values() if self.limits.reserves else ()
+        return sum([self._pages_to_come(seq) for seq in running])
 
     def _pages_to_come(self, seq: Sequence) -> int:
         return max(self.pool.pages_for(self._num_reserved_tokens(seq)) - len(seq.page_ids), 0)

@@ -103,6 +103,10 @@ class AsyncLLM:
             return 0.0
         return max(0.0, time.monotonic() - max(self._engine.last_step_time, self._busy_since))
 
+    async def explanation(self, request_id: str) -> dict[str, Any] | None:
+        """What became of a request: an open one, or one of the last that asked to be explained."""
+        return self._engine.explanation(request_id)
+
     def default_sampling(self) -> dict[str, Any]:
         """Sampling fields that the model or the operator sets, by name."""
         return dict(self._parts.default_sampling)

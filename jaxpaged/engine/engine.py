@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
@@ -15,6 +16,7 @@ from jaxpaged.core.plan import PlannedRow, StepPlan
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.engine.explain import Explanations
 from jaxpaged.engine.runner import PendingStep, Runner, StepResult
 from jaxpaged.engine.stream import Stream
 from jaxpaged.metrics import EngineLoad, EngineMetrics
@@ -53,6 +55,7 @@ class Engine:
         self._streams: dict[int, Stream] = {}
         self._requests: dict[str, list[Stream]] = {}
         self._next_seq_id = 0
+        self._explanations = Explanations(scheduler)
         self.last_step_time = time.monotonic()  # when a step was last read
         self.num_padded_tokens = 0  # since start
         self.on_step: Callable[[StepPlan], None] | None = None  # told of every step that starts
@@ -87,16 +90,23 @@ class Engine:
             raise
         self._streams.update((stream.seq.seq_id, stream) for stream in streams)
         self._requests[request.request_id] = streams
+        self._explanations.begin(streams)
         self.metrics.prompt_added(len(request.prompt_token_ids) * len(streams))
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its pages go back at once. Unknown or finished ids are no error."""
-        for stream in self._requests.pop(request_id, ()):
+        streams = self._requests.pop(request_id, [])
+        for stream in streams:
             if stream.seq.state is not SeqState.FINISHED:
                 self.scheduler.abort(stream.seq)
                 self.metrics.finished(stream.life())
             self._streams.pop(stream.seq.seq_id, None)
+        self._explanations.end(streams)
         self.metrics.step_ended(0, self._load())
+
+    def explanation(self, request_id: str) -> dict[str, Any] | None:
+        """Why a request waited and what it got, see `Explanations`; None where nothing is known."""
+        return self._explanations.find(request_id, self._requests.get(request_id, ()))
 
     def step(self) -> list[TokenEvent]:
         """Start the next step if there is one to start, and tell what an earlier one gave."""
@@ -198,6 +208,7 @@ class Engine:
         streams = self._requests.get(stream.seq.request.request_id)
         if streams and all(other.seq.state is SeqState.FINISHED for other in streams):
             del self._requests[stream.seq.request.request_id]
+            self._explanations.end(streams)
 
     def _gap(self, stream: Stream, now: float) -> float | None:
         """Seconds since the sequence's last token, or None for its first, which is told."""

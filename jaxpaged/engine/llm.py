@@ -190,6 +190,10 @@ class LLM:
             for request_id in open_requests:
                 engine.abort(request_id)
 
+    def explanation(self, request_id: str) -> dict[str, Any] | None:
+        """What became of a request with `SamplingParams(explain=True)`, one of the last ones."""
+        return self.parts.engine.explanation(request_id)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages that no sequence holds."""
         self.parts.engine.scheduler.reset_prefix_cache()

@@ -151,6 +151,10 @@ class RemoteLLM:
         """All metrics in Prometheus' text format."""
         return await self._call("metrics_text")
 
+    async def explanation(self, request_id: str) -> dict[str, Any] | None:
+        """What became of a request, as `AsyncLLM.explanation` tells it."""
+        return await self._call("explanation", request_id)
+
     def generate(
         self,
         prompt: Prompt,

@@ -50,6 +50,8 @@ async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:
     fields = job.envelope.fields(job.form.kind)
     fields["choices"] = [choices[index] for index in sorted(choices)]
     fields["usage"] = usage.fields()
+    if job.params.explain:
+        fields["explain"] = [await engine.explanation(name) for name in job.request_ids]
     return fields
 
 

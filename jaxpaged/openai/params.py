@@ -15,6 +15,7 @@ _PLAIN = (
     "repetition_penalty", "seed", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "allowed_token_ids", "bad_words", "logits_processors", "prompt_logprobs",
+    "explain",
 )  # fmt: skip
 _NOT_SERVED = (
     "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar",

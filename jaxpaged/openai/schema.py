@@ -48,6 +48,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    explain: bool | None = None
     user: str | None = None
     # known and not served: anything but null is refused
     best_of: int | None = None

@@ -79,6 +79,12 @@ class FakeEngine:
         ]
         self._publish(0)
 
+    def explanation(self, request_id: str):
+        """Of every request that is known by its id."""
+        if self.last_request is None or self.last_request.request_id != request_id:
+            return None
+        return {"request_id": request_id, "key_name": self.last_request.key_name, "answers": []}
+
     def abort(self, request_id: str) -> None:
         before = len(self._answers)
         self._answers = [a for a in self._answers if a.request.request_id != request_id]
