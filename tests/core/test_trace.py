@@ -4,7 +4,6 @@ from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.trace import MAX_RUNS, Trace
 from tests.core.fake_device import Loop, add, commit, make_scheduler, make_sequence, prompt
 
-
 WIDE = {"max_num_batched_tokens": 64}
 
 
