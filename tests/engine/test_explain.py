@@ -1,6 +1,7 @@
 from benchmarks.host_loop import make_llm
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine import explain
+from jaxpaged.text.tokenizer import ids_only_tokenizer
 
 
 def generate(llm, num_prompts=1, **fields):
@@ -12,7 +13,7 @@ def generate(llm, num_prompts=1, **fields):
 
 
 def test_a_request_that_asks_is_explained_after_its_end():
-    llm = make_llm(2)
+    llm = make_llm(2, ids_only_tokenizer(), 100)
     first, _, last = generate(llm, 3, explain=True)
     (answer,) = llm.explanation(first)["answers"]
     assert answer["state"] == "finished"
@@ -29,7 +30,7 @@ def test_a_request_that_asks_is_explained_after_its_end():
 
 
 def test_what_did_not_ask_is_explained_only_while_it_runs():
-    llm = make_llm(1)
+    llm = make_llm(1, ids_only_tokenizer(), 100)
     engine, inputs = llm.parts.engine, llm.parts.inputs
     params = SamplingParams(temperature=0.0, max_tokens=3, detokenize=False)
     for name in ("a", "b"):
@@ -46,7 +47,7 @@ def test_what_did_not_ask_is_explained_only_while_it_runs():
 
 
 def test_every_answer_of_a_request_is_explained_and_an_aborted_one_too():
-    llm = make_llm(2)
+    llm = make_llm(2, ids_only_tokenizer(), 100)
     (request_id,) = generate(llm, explain=True, n=2)
     assert [a["index"] for a in llm.explanation(request_id)["answers"]] == [0, 1]
     engine, inputs = llm.parts.engine, llm.parts.inputs
@@ -60,6 +61,6 @@ def test_every_answer_of_a_request_is_explained_and_an_aborted_one_too():
 
 def test_only_the_last_explanations_are_kept(monkeypatch):
     monkeypatch.setattr(explain, "MAX_KEPT", 2)
-    llm = make_llm(2)
+    llm = make_llm(2, ids_only_tokenizer(), 100)
     ids = generate(llm, 4, explain=True)
     assert [llm.explanation(request_id) is None for request_id in ids] == [True, True, False, False]

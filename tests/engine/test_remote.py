@@ -12,6 +12,7 @@ import pytest
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.remote import RemoteLLM
 from jaxpaged.engine.wire import Frames, Refusal, frame, to_front
 from jaxpaged.errors import ConfigError, EngineStopped, PromptTooLong, QueueFull, RequestError
@@ -60,6 +61,11 @@ async def test_it_answers_refuses_and_gives_up_what_is_left(remote):
     await leaving.aclose()
     await until(lambda: not llm.load.num_running and not llm.num_open_requests)
     assert b'vllm:generation_tokens_total{engine="0"' in await llm.metrics_text()
+    await llm.submit("ABC", FOREVER, "open", Inbox(0))
+    assert (await llm.explanation("open"))["request_id"] == "open"
+    llm.release("open", is_finished=False)
+    assert await llm.explanation("none") is None
+    await until(lambda: not llm.load.num_running)
     assert llm.is_running
     assert llm.seconds_without_progress == 0.0
 
