@@ -4,6 +4,7 @@ What they compute is checked on a GPU: the tests marked `gpu`, and `jaxpaged ben
 """
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,26 @@ from pallas_kernels.spec import AttentionSpec
 from tests.support.cuda_compile import lower_for_cuda
 
 PLAIN = AttentionSpec(0.1)
-OPTIONS = AttentionSpec(0.1, window=100, soft_cap=30.0)
-# heads, kv_heads, head_dim, page_size, dtype, spec, has_sinks
-SHAPES = [
-    (8, 2, 128, 16, "bfloat16", PLAIN, False),
-    (7, 1, 128, 128, "bfloat16", OPTIONS, True),
-    (16, 1, 64, 32, "float16", PLAIN, True),
-    (2, 2, 96, 64, "bfloat16", OPTIONS, False),
-    (4, 1, 256, 16, "float16", PLAIN, False),
-]
+TYPES = ("bfloat16", "float16")
+
+
+def shape_of(group):
+    """heads, kv_heads, head_dim, page_size, dtype, spec, has_sinks.
+
+    Over all groups every head_dim meets every page size once, and each option comes several times.
+    """
+    column, row = divmod(group - 1, 4)
+    head_dim = (128, 96, 256, 64)[row]  # 96 takes even groups alone
+    kv_heads = 1 + group % 2
+    dtype = TYPES[(column + row) % 2]
+    spec = AttentionSpec(0.1, (None, 100)[group % 3 == 0], (None, 30.0)[group % 5 < 2])
+    page_size = tuning.PAGE_SIZES[column]
+    return group * kv_heads, kv_heads, head_dim, page_size, dtype, spec, group % 4 > 1
+
+
+SHAPES = [shape_of(group) for group in (1, 2, 3, 4, 7, 8, 10, 16)]
+OTHER_SHAPES = [shape_of(group) for group in (5, 6, 9, 11, 12, 13, 14, 15)]
+EVERY_SHAPE = [*SHAPES, *(pytest.param(s, marks=pytest.mark.slow) for s in OTHER_SHAPES)]
 
 
 def arguments(tokens, seqs, shape):
@@ -41,14 +53,14 @@ def arguments(tokens, seqs, shape):
     return q, pool, pool, table, kv_lens, cu_q_lens, sinks
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", EVERY_SHAPE)
 def test_the_decode_kernel_lowers_for_cuda(shape):
     q, k, v, table, kv_lens, _, sinks = arguments(6, 6, shape)
     op = functools.partial(decode_attention, spec=shape[5])
     assert "mosaic_gpu" in lower_for_cuda(op, q, k, v, table, kv_lens, sinks)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", EVERY_SHAPE)
 def test_the_mixed_kernel_lowers_for_cuda(shape):
     op = functools.partial(mixed_attention, spec=shape[5])
     assert "mosaic_gpu" in lower_for_cuda(op, *arguments(40, 6, shape))
@@ -59,7 +71,22 @@ def test_tiles_for_long_chunks_lower_for_cuda():
     tiles = [tuning.mixed_tiles(128, tokens=n, seqs=seqs) for n in (seqs, tokens)]
     assert tiles[0] != tiles[1]
     op = functools.partial(mixed_attention, spec=PLAIN)
-    assert "mosaic_gpu" in lower_for_cuda(op, *arguments(tokens, seqs, SHAPES[0]))
+    assert "mosaic_gpu" in lower_for_cuda(op, *arguments(tokens, seqs, shape_of(5)))
+
+
+def test_the_lowered_shapes_cover_tiles_types_pages_groups_and_options():
+    """Tiles, pages, types and each option in every run; all pairs of some in `make test-slow`."""
+    for values, column in ((tuning.HEAD_DIMS, 2), (tuning.PAGE_SIZES, 3), (TYPES, 4)):
+        assert {shape[column] for shape in SHAPES} == set(values)
+    assert set(tuning.DECODE) == set(tuning.HEAD_DIMS)
+    for has_option in (lambda s: s[5].window, lambda s: s[5].soft_cap, lambda s: s[6]):
+        assert {bool(has_option(shape)) for shape in SHAPES} == {False, True}
+    every = [*SHAPES, *OTHER_SHAPES]
+    assert {s[0] // s[1] for s in every} == set(range(1, tuning.MAX_GROUP + 1))
+    assert {s[2:4] for s in every} == set(product(tuning.HEAD_DIMS, tuning.PAGE_SIZES))
+    for heads, kv_heads, head_dim, page_size, dtype, _, _ in every:
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        assert tuning.supports(**sizes, page_size=page_size, dtype=dtype)
 
 
 @pytest.mark.parametrize(
