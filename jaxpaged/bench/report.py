@@ -2,6 +2,7 @@
 
 import json
 import platform
+import subprocess
 import time
 from importlib.metadata import version
 from itertools import groupby
@@ -30,6 +31,8 @@ class Report:
             device = jax.devices()[0]
             line["device"] = device.device_kind
             line["driver"] = getattr(device.client, "platform_version", "")
+        else:
+            line["device"] = _gpu_name()
         self._write(line)
 
     def phases(self, seconds: dict[str, float]) -> None:
@@ -75,3 +78,13 @@ class Report:
 
 def _columns(line: dict[str, Any]) -> list[str]:
     return [column for column, value in line.items() if not isinstance(value, list)]
+
+
+def _gpu_name() -> str:
+    """As the driver's own tool tells it, without opening the GPU; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().split("\n")[0]
