@@ -5,7 +5,7 @@ engine has a registry of its own. Lengths are in tokens, times in seconds.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,6 +21,7 @@ TOKEN_TIMES = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
 )
+FEW = (1, 2, 5, 10, 20)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -30,6 +31,8 @@ class FinishedSequence:
 
     reason: str
     num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    num_preemptions: int
     num_output_tokens: int
     max_tokens: int
     e2e_s: float
@@ -79,11 +82,8 @@ class EngineMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens computed or found")
         self._output_tokens = self._counter("generation_tokens", "tokens sampled")
         self._corrupted = self._counter("corrupted_requests", "requests whose logits broke")
-        self._success = Counter(
-            "vllm:request_success",
-            "finished sequences by reason",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
+        self._success = self._counters(
+            "request_success", "finished sequences by reason", "finished_reason"
         )
         self._step_tokens = self._histogram("iteration_tokens_total", "tokens a step", STEP_TOKENS)
         self._first = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_TIMES)
@@ -100,6 +100,17 @@ class EngineMetrics:
         self._prompt_lens = self._histogram("request_prompt_tokens", "", lengths)
         self._output_lens = self._histogram("request_generation_tokens", "", lengths)
         self._max_tokens = self._histogram("request_params_max_tokens", "", lengths)
+        self._longest = self._histogram("request_max_num_generation_tokens", "of n", lengths)
+        self._computed_lens = self._histogram(
+            "request_prefill_kv_computed_tokens", "prompt tokens not found in the cache", lengths
+        )
+        self._num_answers = self._histogram("request_params_n", "", FEW)
+        self._preempted = self._histogram("request_num_preemptions", "of a sequence", (0, *FEW))
+        self._cached = self._counter("prompt_tokens_cached", "prompt tokens found in the cache")
+        self._by_source = self._counters("prompt_tokens_by_source", "prompt tokens", "source")
+        self._rejections = self._counters(
+            "admission_rejections", "refused: too much waits", "reason"
+        )
 
     def cache_config(self, **fields: object) -> None:
         """Publish the pool's settings as labels of `vllm:cache_config_info`."""
@@ -133,6 +144,16 @@ class EngineMetrics:
     def first_token(self, seconds: float) -> None:
         self._first.observe(seconds)
 
+    def rejected(self, reason: str) -> None:
+        """Count a request that the limit named `reason` kept out. Called by the callers' thread."""
+        self._rejections.labels(**self._labels, reason=reason).inc()
+
+    def request_ended(self, num_output_tokens: Iterable[int]) -> None:
+        """Observe a request once all its answers have ended."""
+        lengths = tuple(num_output_tokens)
+        self._num_answers.observe(len(lengths))
+        self._longest.observe(max(lengths))
+
     def corrupted(self) -> None:
         self._corrupted.inc()
 
@@ -142,6 +163,15 @@ class EngineMetrics:
         self._e2e.observe(done.e2e_s)
         self._prompt_lens.observe(done.num_prompt_tokens)
         self._output_lens.observe(done.num_output_tokens)
+        computed = done.num_prompt_tokens - done.num_cached_tokens
+        self._computed_lens.observe(computed)
+        self._preempted.observe(done.num_preemptions)
+        self._cached.inc(done.num_cached_tokens)
+        for source, num in (
+            ("local_compute", computed),
+            ("local_cache_hit", done.num_cached_tokens),
+        ):
+            self._by_source.labels(**self._labels, source=source).inc(num)
         self._max_tokens.observe(done.max_tokens)
         if done.queue_s is not None:
             self._queue.observe(done.queue_s)
@@ -163,6 +193,10 @@ class EngineMetrics:
     def _counter(self, name: str, help: str) -> Counter:
         counter = Counter(f"vllm:{name}", help, list(self._labels), registry=self.registry)
         return counter.labels(**self._labels)
+
+    def _counters(self, name: str, help: str, label: str) -> Counter:
+        names = [*self._labels, label]
+        return Counter(f"vllm:{name}", help, names, registry=self.registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         names = list(self._labels)

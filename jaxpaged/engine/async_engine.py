@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
@@ -226,16 +226,17 @@ class AsyncLLM:
         waiting = self.load.num_waiting + len(self._commands)
         most = settings.max_num_queued_reqs
         if most is not None and waiting >= most:
-            raise QueueFull(
-                f"{waiting} requests wait, at most {most} may", retry_after_s=RETRY_AFTER_S
-            )
+            self._refuse("max_num_queued_reqs", f"{waiting} requests wait, at most {most} may")
         most = settings.max_num_queued_tokens
         if most is not None:
             queued = self._engine.scheduler.num_waiting_tokens
             if queued + num_tokens > most and waiting:
-                raise QueueFull(
-                    f"{queued} prompt tokens wait, at most {most} may", retry_after_s=RETRY_AFTER_S
-                )
+                text = f"{queued} prompt tokens wait, at most {most} may"
+                self._refuse("max_num_queued_tokens", text)
+
+    def _refuse(self, setting: str, text: str) -> NoReturn:
+        self.metrics.rejected(setting)
+        raise QueueFull(text, retry_after_s=RETRY_AFTER_S)
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._wake:

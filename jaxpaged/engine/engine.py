@@ -101,7 +101,7 @@ class Engine:
                 self.scheduler.abort(stream.seq)
                 self.metrics.finished(stream.life())
             self._streams.pop(stream.seq.seq_id, None)
-        self._explanations.end(streams)
+        self._end(streams)
         self.metrics.step_ended(0, self._load())
 
     def explanation(self, request_id: str) -> dict[str, Any] | None:
@@ -208,7 +208,13 @@ class Engine:
         streams = self._requests.get(stream.seq.request.request_id)
         if streams and all(other.seq.state is SeqState.FINISHED for other in streams):
             del self._requests[stream.seq.request.request_id]
+            self._end(streams)
+
+    def _end(self, streams: list[Stream]) -> None:
+        """All answers of a request have ended."""
+        if streams:
             self._explanations.end(streams)
+            self.metrics.request_ended(len(stream.seq.output_token_ids) for stream in streams)
 
     def _gap(self, stream: Stream, now: float) -> float | None:
         """Seconds since the sequence's last token, or None for its first, which is told."""

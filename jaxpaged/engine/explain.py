@@ -28,7 +28,7 @@ class Explanations:
 
     def end(self, streams: Seq[Stream]) -> None:
         """Keep what is known of a request that has ended, if it asked for it."""
-        if not streams or not streams[0].seq.request.params.explain:
+        if not streams[0].seq.request.params.explain:
             return
         self._kept[streams[0].seq.request.request_id] = self._explain(streams)
         if len(self._kept) > MAX_KEPT:

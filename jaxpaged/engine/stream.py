@@ -102,6 +102,8 @@ class Stream:
         return FinishedSequence(
             reason=seq.finish_reason or "abort",
             num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=seq.num_cached_tokens,
+            num_preemptions=seq.num_preemptions,
             num_output_tokens=len(seq.output_token_ids),
             max_tokens=seq.request.max_tokens,
             e2e_s=now - arrival,
