@@ -111,6 +111,8 @@ class EngineMetrics:
         self._rejections = self._counters(
             "admission_rejections", "refused: too much waits", "reason"
         )
+        for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            self._rejections.labels(**self._labels, reason=reason)
 
     def cache_config(self, **fields: object) -> None:
         """Publish the pool's settings as labels of `vllm:cache_config_info`."""
