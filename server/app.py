@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from jaxpaged.openai.engine import ServedEngine
-from server import chat, completions, messages, status, tokens
+from jaxpaged.openai.responses.store import ResponseStore
+from server import chat, completions, messages, responses, status, tokens
 from server.auth import KEY_ID, KeyGuard, guard_middleware
 from server.errors import Handler, errors_as_json
 from server.http_metrics import NOT_COUNTED
@@ -26,6 +27,7 @@ def create_app(
         client_max_size=limits.max_request_bytes,
     )
     app[SERVER] = ServerState(engine, limits)
+    app[responses.STORE] = ResponseStore()
     add_routes(app.router)
     app.on_response_prepare.append(add_headers)
     return app
@@ -35,6 +37,11 @@ def add_routes(router: web.UrlDispatcher) -> None:
     """Every route has a name; `auth.OPEN_ROUTES` names those that need no key."""
     router.add_post("/v1/completions", completions.completions, name="completions")
     router.add_post("/v1/chat/completions", chat.chat_completions, name="chat_completions")
+    router.add_post("/v1/responses", responses.create, name="responses")
+    one = router.add_resource("/v1/responses/{response_id}", name="response")
+    one.add_route("GET", responses.retrieve)
+    one.add_route("DELETE", responses.delete)
+    router.add_post("/v1/responses/{response_id}/cancel", responses.cancel, name="cancel_response")
     router.add_post("/v1/messages", messages.messages, name="messages")
     router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")
     router.add_get("/v1/models", status.models, name="models")

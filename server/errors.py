@@ -64,16 +64,20 @@ def status_of(error: BaseException) -> int:
 
 
 def error_body(error: BaseException, path: str = "") -> bytes:
-    """The JSON of an error. What nobody foresaw is not described: its text may hold anything."""
+    """The JSON of an error."""
+    outer = {"type": "error"} if path.startswith(MESSAGES) else {}  # Anthropic's shape has both
+    return msgspec.json.encode(outer | {"error": error_fields(error)})
+
+
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """What is told. What nobody foresaw is not described: its text may hold anything."""
     status = status_of(error)
-    fields: dict[str, Any] = {
+    return {
         "message": _message(error),
         "type": _TYPES.get(status, "invalid_request_error"),
         "param": getattr(error, "param", None),
         "code": getattr(error, "code", None),
     }
-    outer = {"type": "error"} if path.startswith(MESSAGES) else {}  # Anthropic's shape has both
-    return msgspec.json.encode(outer | {"error": fields})
 
 
 def _message(error: BaseException) -> str:

@@ -21,6 +21,11 @@ class ParsedAnswer:
         self._shows_reasoning = shows_reasoning
         self._has_calls = False
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Reasoning goes on."""
+        return self._reasoning is not None and self._reasoning.is_open
+
     def read(self, text: str, *, ends: bool) -> list[AnswerPart]:
         """The parts that more text makes certain; all that is left where the text `ends`."""
         parts: list[AnswerPart] = [Content(text)]

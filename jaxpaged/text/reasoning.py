@@ -28,7 +28,8 @@ class ReasoningParser:
         self._reader = TextReader()
         self._parts: list[AnswerPart] = []
         self._space = ""
-        self._steps = self._read(is_open)
+        self.is_open = is_open  # reasoning goes on
+        self._steps = self._read()
 
     def push(self, text: str) -> list[AnswerPart]:
         """What more text makes certain."""
@@ -45,15 +46,17 @@ class ReasoningParser:
         parts, self._parts = self._parts, []
         return merged(parts)
 
-    def _read(self, is_open: bool) -> Steps[None]:
+    def _read(self) -> Steps[None]:
         reader = self._reader
         reader.mark()
         yield from reader.skip()
         opens = yield from reader.take_if(OPEN)
-        if opens or is_open:
+        if opens or self.is_open:
+            self.is_open = True
             reader.unmark()
             yield from reader.skip()
             yield from reader.until((CLOSE,), self._think)
+            self.is_open = False
             yield from reader.skip()
         else:
             reader.rewind()

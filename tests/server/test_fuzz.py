@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpaged.anthropic.schema import MessagesRequest
+from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -19,6 +20,7 @@ BODIES = {
     COMPLETIONS: CompletionRequest,
     CHAT: ChatRequest,
     "/v1/messages": MessagesRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -26,6 +28,7 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "ABC", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 2},
+    "/v1/responses": {"input": "ABC", "max_output_tokens": 2},
     "/tokenize": {"prompt": "ABC"},
     "/detokenize": {"tokens": [32]},
 }

@@ -1,0 +1,208 @@
+"""/v1/responses: items, typed events, stored conversations, work in the background."""
+
+import asyncio
+import time
+
+import msgspec
+import openai
+import pytest
+
+from tests.server.conftest import Reply
+from tests.server.test_messages import events_of
+from tests.server.test_tools import ARGUMENTS, HERMES, SHOWS_ALL, TWO_CALLS
+
+PATH = "/v1/responses"
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+STOP = {"type": "function", "name": "stop", "parameters": {"type": "object"}}
+
+
+def ask(given="ABC", **more):
+    return {"model": "S", "input": given, "temperature": 0} | more
+
+
+@pytest.fixture
+async def client_of():
+    made: list[openai.AsyncOpenAI] = []
+
+    def make(server, key="none") -> openai.AsyncOpenAI:
+        made.append(openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.close()
+
+
+def prompt_of(server) -> str:
+    """What the template made of the last request."""
+    return server.llm.tokenizer.decode(server.engine.last_request.prompt_token_ids, False)
+
+
+async def test_a_response_holds_a_message(server):
+    body = (await server.post(ask(max_output_tokens=3), PATH)).body
+    assert (body["object"], body["status"]) == ("response", "incomplete")
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    (item,) = body["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
+    part = {"type": "output_text", "text": "DEF", "annotations": [], "logprobs": []}
+    assert item["content"] == [part]
+    assert (body["usage"]["input_tokens"], body["usage"]["output_tokens"]) == (3, 3)
+    assert (await server.get(f"{PATH}/{body['id']}")).body == body
+
+
+async def test_events_are_numbered_and_end_with_the_whole(start):
+    server = await start(script="<think>Hm.</think>" + TWO_CALLS,
+                         model_settings=HERMES | {"reasoning_parser": "qwen3"})  # fmt: skip
+    asked = ask(tools=[WEATHER, STOP])
+    whole = (await server.post(asked, PATH)).body
+    reply = await server.post(asked | {"stream": True}, PATH)
+    found = events_of(reply)
+    assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
+    assert [name for name, _ in found[:2]] == ["response.created", "response.in_progress"]
+    assert found[0][1]["response"]["output"] == []
+    last_name, last = found[-1]
+    assert last_name == "response.completed"
+    assert shapes(last["response"]) == shapes(whole)
+    assert shapes(whole) == ["Hm.", "Let me look.", ("weather", ARGUMENTS), ("stop", "{}")]
+    for place, item in enumerate(last["response"]["output"]):
+        of_item = [d for _, d in found if d.get("output_index") == place]
+        assert of_item[0]["type"] == "response.output_item.added"
+        assert of_item[-1]["type"] == "response.output_item.done"
+        assert of_item[-1]["item"] == item
+        deltas = "".join(d["delta"] for d in of_item if d["type"].endswith(".delta"))
+        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert deltas == text
+    details = whole["usage"]["output_tokens_details"]
+    assert 0 < details["reasoning_tokens"] <= len("<think>Hm.</think>")
+
+
+def shapes(response: dict) -> list:
+    return [
+        (item["name"], item["arguments"]) if "name" in item else item["content"][0]["text"]
+        for item in response["output"]
+    ]
+
+
+async def test_a_conversation_goes_on_from_a_stored_response(start, client_of):
+    server = await start(script=TWO_CALLS, template=SHOWS_ALL, model_settings=HERMES)
+    client = client_of(server)
+    tools = {"tools": [WEATHER, STOP], "model": "S"}
+    first = await client.responses.create(input="?", instructions="Be brief", **tools)
+    assert prompt_of(server) == "weather;stop;system:Be brief;user:?;"
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert [call.name for call in calls] == ["weather", "stop"]
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        for call in calls[:1]
+    ]
+    second = await client.responses.create(input=results, previous_response_id=first.id, **tools)
+    assert prompt_of(server).startswith("weather;stop;user:?;assistant:Let me look.<Köln>")
+    assert prompt_of(server).endswith("tool:rain;")
+    assert second.previous_response_id == first.id
+    again = [{"role": "user", "content": "?"}, *[i.model_dump() for i in first.output], *results]
+    await client.responses.create(input=again, **tools)
+    assert prompt_of(server).endswith("assistant:Let me look.<Köln><>;tool:rain;")
+    async with client.responses.stream(input="?", **tools) as stream:
+        final = await stream.get_final_response()
+    assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+    assert final.output_text == "Let me look."
+
+
+async def test_what_is_not_to_be_stored_is_not(server):
+    body = (await server.post(ask(max_output_tokens=1, store=False), PATH)).body
+    reply = await server.get(f"{PATH}/{body['id']}")
+    assert (reply.status, reply.error["code"]) == (404, "response_not_found")
+    reply = await server.post(ask(previous_response_id=body["id"]), PATH)
+    assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
+
+
+async def test_a_stored_response_is_its_keys_own_until_deleted(start):
+    server = await start(api_keys=("one", "two"))
+    headers = [{"Authorization": f"Bearer {key}"} for key in ("one", "two")]
+    body = (await server.post(ask(max_output_tokens=1), PATH, headers=headers[0])).body
+    path = f"{PATH}/{body['id']}"
+    statuses = [(await server.get(path, headers=h)).status for h in headers]
+    assert statuses == [200, 404]
+    reply = await server.send("DELETE", path, headers=headers[0])
+    assert reply.body == {"id": body["id"], "object": "response", "deleted": True}
+    assert (await server.get(path, headers=headers[0])).status == 404
+
+
+async def ended(server, path: str) -> dict:
+    async with asyncio.timeout(5):
+        while (body := (await server.get(path)).body)["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+    return body
+
+
+async def test_a_response_in_the_background_can_be_waited_for_and_followed(server):
+    body = (await server.post(ask(max_output_tokens=4, background=True), PATH)).body
+    assert (body["status"], body["output"]) == ("queued", [])
+    path = f"{PATH}/{body['id']}"
+    assert shapes(await ended(server, path)) == ["DEFG"]
+    found = events_of(await server.get(f"{path}?stream=true"))
+    assert found[-1][0] == "response.incomplete"
+    rest = events_of(await server.get(f"{path}?stream=true&starting_after=2"))
+    assert rest == found[3:]
+    assert server.state.num_working == 0
+
+
+async def test_a_response_in_the_background_outlives_its_client(server):
+    server.engine.before_step = lambda step: time.sleep(0.002)
+    asked = ask(max_output_tokens=100, background=True, stream=True)
+    async with server.session.post(server.url + PATH, json=asked) as response:
+        first = await response.content.readuntil(b"\n\n")
+    created = msgspec.json.decode(first.split(b"data: ")[1])["response"]
+    body = await ended(server, f"{PATH}/{created['id']}")
+    assert body["usage"]["output_tokens"] == 100
+
+
+async def test_a_response_in_the_background_can_be_cancelled(server):
+    server.engine.before_step = lambda step: time.sleep(0.002)
+    asked = ask(max_output_tokens=1500, background=True)
+    path = f"{PATH}/{(await server.post(asked, PATH)).body['id']}"
+    while not server.engine.load_size:
+        await asyncio.sleep(0.005)
+    assert (await server.send("POST", f"{path}/cancel")).body["status"] == "cancelled"
+    async with asyncio.timeout(2):
+        while server.engine.load_size:
+            await asyncio.sleep(0.005)
+    assert server.state.open_ids == set()
+    reply: Reply = await server.post(ask(max_output_tokens=1), PATH)
+    refused = await server.send("POST", f"{PATH}/{reply.body['id']}/cancel")
+    assert refused.status == 400
+
+
+async def test_a_failed_response_says_so(server):
+    server.engine.before_step = lambda step: 1 / 0 if step == 5 else None
+    found = events_of(await server.post(ask(stream=True), PATH))
+    assert found[-1][0] == "response.failed"
+    assert found[-1][1]["response"]["error"]["code"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "sometimes", "tools": [STOP]}, "tool_choice"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"background": True, "store": False}, "background"),
+        ({"max_output_tokens": 10**6}, "input"),
+        ({"conversation": "x"}, "conversation"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused_by_name(server, more, param):
+    reply = await server.post(ask() | more, PATH)
+    assert (reply.status, reply.error["param"]) == (400, param)
