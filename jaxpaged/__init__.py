@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpaged.arrays import KVPages, RaggedBatch
     from jaxpaged.core.params import OutputKind, SamplingParams
+    from jaxpaged.core.structured import StructuredOutputsParams
     from jaxpaged.engine.async_engine import AsyncLLM
     from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -27,6 +28,7 @@ _HOMES = {
     "RaggedBatch": "jaxpaged.arrays",
     "RequestOutput": "jaxpaged.engine.outputs",
     "SamplingParams": "jaxpaged.core.params",
+    "StructuredOutputsParams": "jaxpaged.core.structured",
 }
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "RaggedBatch",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

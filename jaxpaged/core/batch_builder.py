@@ -88,6 +88,10 @@ class BatchBuilder:
             _fill_targets(views["targets"], rows)
         return batch
 
+    def mask_of(self, batch: HostBatch) -> np.ndarray:
+        """A batch's masks, u32[seqs, words], to be narrowed in place."""
+        return self._layout(batch.bucket).views(batch)["mask"]
+
     def _layout(self, bucket: Bucket) -> PackedLayout:
         if bucket not in self._layouts:
             self._layouts[bucket] = PackedLayout(bucket, self.pages_per_seq, self.vocab)

@@ -78,6 +78,6 @@ def check_edits(request: Request) -> None:
 
 
 def _early_ids(request: Request) -> tuple[int, ...]:
-    if not request.params.min_tokens:
-        return ()
+    if not request.params.min_tokens or request.grammar is not None:
+        return ()  # a grammar's mask says itself where an answer may end
     return tuple(sorted(request.eos_token_ids.union(request.params.stop_token_ids or ())))

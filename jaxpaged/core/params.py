@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxpaged.core.structured import StructuredOutputsParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 
 MAX_LOGPROBS = 20
@@ -64,6 +65,7 @@ class SamplingParams:
     logits_processors: Sequence[str] | None = None  # names given to LLM(logits_processors=...)
     skip_reading_prefix_cache: bool = False
     explain: bool = False  # keep what the scheduler did, see docs/scheduling.md
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):
@@ -150,6 +152,7 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.min_tokens > 0
             or self.logprobs is not None
+            or self.structured_outputs is not None
         )
 
 

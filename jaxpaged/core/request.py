@@ -1,9 +1,16 @@
 """What a client asked, and what the engine tells about it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jaxpaged.core.params import SamplingParams
+
+
+class RequestGrammar(Protocol):
+    """A grammar as `jaxpaged.text.grammar` compiles it."""
+
+    @property
+    def shortest(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Request:
     key_name: str = ""  # of the API key that it came with; never the key itself
     banned_ids: tuple[int, ...] = ()  # single-token bad words
     banned_runs: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+    grammar: RequestGrammar | None = None  # what its answers must look like
     page_hashes: tuple[bytes, ...] = ()  # of the prompt's full pages, where they are made already
 
 

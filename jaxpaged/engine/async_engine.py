@@ -17,6 +17,7 @@ from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.generation import generate
+from jaxpaged.engine.grammar_rows import compile_grammar
 from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
@@ -178,6 +179,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             key_name=key_name,
+            grammar=await compile_grammar(self._parts.inputs.grammars, sampling_params),
         )
         if len(ids) < LONG_PROMPT:
             request = make_request()

@@ -1,7 +1,8 @@
 """The engine's loop: plan, build, dispatch, and one step later read, commit, tell.
 
 Used by one thread. While the device computes a step, the host plans the next; the tokens of a step
-are read when the one after it has been started.
+are read when the one after it has been started. Where a row follows a grammar, only its forward
+pass has: its mask depends on the tokens that are read meanwhile.
 """
 
 import time
@@ -12,11 +13,13 @@ from typing import Any
 
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
+from jaxpaged.core.packing import HostBatch
 from jaxpaged.core.plan import PlannedRow, StepPlan
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.engine.explain import Explanations
+from jaxpaged.engine.grammar_rows import GrammarRows
 from jaxpaged.engine.runner import PendingStep, Runner, StepResult
 from jaxpaged.engine.stream import Stream
 from jaxpaged.metrics import EngineLoad, EngineMetrics
@@ -53,6 +56,7 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
         self._streams: dict[int, Stream] = {}
+        self._grammar_rows = GrammarRows()
         self._requests: dict[str, list[Stream]] = {}
         self._next_seq_id = 0
         self._explanations = Explanations(scheduler)
@@ -91,6 +95,8 @@ class Engine:
         self._streams.update((stream.seq.seq_id, stream) for stream in streams)
         self._requests[request.request_id] = streams
         self._explanations.begin(streams)
+        for stream in streams:
+            self._grammar_rows.add(stream.seq)
         self.metrics.prompt_added(len(request.prompt_token_ids) * len(streams))
 
     def abort(self, request_id: str) -> None:
@@ -101,6 +107,7 @@ class Engine:
                 self.scheduler.abort(stream.seq)
                 self.metrics.finished(stream.life())
             self._streams.pop(stream.seq.seq_id, None)
+            self._grammar_rows.forget(stream.seq)
         self._end(streams)
         self.metrics.step_ended(0, self._load())
 
@@ -111,13 +118,30 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Start the next step if there is one to start, and tell what an earlier one gave."""
         plan = self.scheduler.schedule()
+        if plan and self._grammar_rows.is_in(plan):
+            return self._step_with_grammars(plan)
         if plan:
-            self._dispatch(plan)
+            batch = self._build(plan)
+            self._in_flight.append(_InFlight(plan, self.runner.dispatch(batch)))
         if self._in_flight and (not plan or len(self._in_flight) >= self._max_in_flight):
             return self._commit(self._in_flight.popleft())
         return []
 
-    def _dispatch(self, plan: StepPlan) -> None:
+    def _step_with_grammars(self, plan: StepPlan) -> list[TokenEvent]:
+        """Read the tokens before, and make the masks that they lead to, during the forward pass."""
+        batch = self._build(plan)
+        logits = self.runner.dispatch_forward(batch)
+        events: list[TokenEvent] = []
+        while self._in_flight:
+            events += self._commit(self._in_flight.popleft())
+        self._grammar_rows.fill(plan, self._builder.mask_of(batch))
+        step = _InFlight(plan, self.runner.dispatch_sample(logits, batch))
+        if self._max_in_flight > 1:
+            self._in_flight.append(step)
+            return events
+        return events + self._commit(step)
+
+    def _build(self, plan: StepPlan) -> HostBatch:
         for slot, token_ids, num_prompt_tokens in plan.slot_resets:
             self.runner.set_history(slot, token_ids, num_prompt_tokens)
         bucket = self._ladder.choose(plan)
@@ -125,8 +149,8 @@ class Engine:
         self.num_padded_tokens += bucket.num_tokens - plan.num_tokens
         if self.on_step is not None:
             self.on_step(plan)
-        self._in_flight.append(_InFlight(plan, self.runner.dispatch(batch)))
         self.metrics.step_started(plan.num_tokens)
+        return batch
 
     def _commit(self, step: _InFlight) -> list[TokenEvent]:
         result = self.runner.read(step.pending)
@@ -195,6 +219,9 @@ class Engine:
         if not new and not stream.is_finished:
             return None
         logprobs = stream.token_logprobs(i, row, offset, result, new[0]) if new else None
+        error = self._follow_grammar(stream, new) if seq.request.grammar is not None else None
+        if error is not None:
+            return stream.event((), "", None, error=error)
         text, stopped_by = stream.text(new)
         if stopped_by is not None and stream.is_finished:
             seq.finish_reason, seq.stop_reason = "stop", stopped_by
@@ -202,8 +229,20 @@ class Engine:
             self.scheduler.finish(seq, "stop", stopped_by)
         return stream.event(new, text, logprobs)
 
+    def _follow_grammar(self, stream: Stream, new: tuple[int, ...]) -> str | None:
+        """End an answer where its grammar does; what went wrong where the grammar was left."""
+        seq = stream.seq
+        ending = self._grammar_rows.take(seq, new)
+        if ending is None:
+            return None
+        self.scheduler.finish(seq, ending.reason, None)
+        seq.finish_reason = ending.reason
+        stream.ended_by_grammar = True
+        return ending.error
+
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.seq.seq_id, None)
+        self._grammar_rows.forget(stream.seq)
         self.metrics.finished(stream.life())
         streams = self._requests.get(stream.seq.request.request_id)
         if streams and all(other.seq.state is SeqState.FINISHED for other in streams):

@@ -3,12 +3,14 @@
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
 from jaxpaged.core.prefix_cache import page_hashes
 from jaxpaged.core.request import Request
 from jaxpaged.errors import PromptTooLong, RequestError
+from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.tokenizer import Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -74,8 +76,12 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str = "",
         key_name: str = "",
+        grammar: CompiledGrammar | None = None,
     ) -> Request:
         """Check everything against this model and fix seed, length and banned words.
+
+        Args:
+            grammar: what `params.structured_outputs` compiled to; it is compiled now where missing.
 
         Raises:
             RequestError: what this model can never serve.
@@ -97,12 +103,17 @@ class InputProcessor:
                 f"logit_bias, bad_words and stop_token_ids have over {MAX_BIASES} ids together",
                 param="logit_bias",
             )
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self.grammars.compile(params.structured_outputs)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        if grammar is not None:
+            _check_room(grammar, max_tokens)
         seed = params.seed if params.seed is not None else next(self._seeds)
         return Request(
             request_id=request_id or f"request-{next(self._ids)}",
             prompt_token_ids=tuple(token_ids),
             params=params,
-            max_tokens=self._max_tokens(len(token_ids), params),
+            max_tokens=max_tokens,
             seed=seed & WORD_MASK,
             arrival_time=time.monotonic(),
             eos_token_ids=frozenset(self.tokenizer.eos_token_ids),
@@ -112,7 +123,12 @@ class InputProcessor:
             page_hashes=self._page_hashes(token_ids, cache_salt),
             banned_ids=words,
             banned_runs=runs,
+            grammar=grammar,
         )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocab)
 
     def _page_hashes(self, token_ids: Sequence[int], salt: str) -> tuple[bytes, ...]:
         return tuple(page_hashes(token_ids, self._page_size, salt)) if self._page_size else ()
@@ -149,3 +165,12 @@ class InputProcessor:
                 elif ids:
                     runs.add(ids)
         return tuple(sorted(words)), tuple(sorted(runs))
+
+
+def _check_room(grammar: CompiledGrammar, max_tokens: int) -> None:
+    if grammar.shortest is not None and max_tokens < grammar.shortest:
+        raise RequestError(
+            f"max_tokens is {max_tokens}, and the shortest answer that structured_outputs or "
+            f"response_format allow takes {grammar.shortest} tokens: raise it",
+            param="max_tokens",
+        )

@@ -22,6 +22,7 @@ class Stream:
     cumulative_logprob: float = 0.0
     told_prompt_logprobs: bool = False
     last_token_time: float | None = None  # seconds, monotonic
+    ended_by_grammar: bool = False  # whose last token is text like any other
 
     @classmethod
     def new(cls, seq: Sequence, tokenizer: Tokenizer) -> "Stream":
@@ -63,6 +64,7 @@ class Stream:
         if self.detokenizer is None:
             return "", None
         ended_by_token = self.is_finished and self.seq.finish_reason == "stop"
+        ended_by_token = ended_by_token and not self.ended_by_grammar
         is_silent = ended_by_token and not self.seq.request.params.include_stop_str_in_output
         text, stopped_by = self.detokenizer.push(new, silent_last=is_silent and bool(new))
         if stopped_by is None and self.is_finished:

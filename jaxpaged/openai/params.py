@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxpaged.core.params import MAX_LOGPROBS, OutputKind, SamplingParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.openai.formats import structured_outputs
 from jaxpaged.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 
 COMPLETION_MAX_TOKENS = 16
@@ -19,7 +20,7 @@ _PLAIN = (
 )  # fmt: skip
 _NOT_SERVED = (
     "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "structured_outputs", "kv_transfer_params", "truncate_prompt_tokens",
+    "kv_transfer_params", "truncate_prompt_tokens",
 )  # fmt: skip
 _NOT_SERVED_IN_CHAT = ("functions", "function_call", "chat_template", "audio")
 
@@ -72,6 +73,7 @@ def _common(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]
     values |= {name: value for name, value in given if value is not None}
     if body.logit_bias is not None:
         values["logit_bias"] = _biases(body.logit_bias)
+    values["structured_outputs"] = structured_outputs(body)
     values["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
     return values
 
@@ -110,21 +112,11 @@ def _check_served(body: SamplingFields) -> None:
         )
     if body.use_beam_search:
         raise UnsupportedParameter("use_beam_search is not served", param="use_beam_search")
-    _check_format(body.response_format)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise UnsupportedParameter(
             "prompt_logprobs come only without stream", param="prompt_logprobs"
-        )
-
-
-def _check_format(response_format: Any) -> None:
-    if response_format is None:
-        return
-    if response_format != {"type": "text"}:
-        raise UnsupportedParameter(
-            "response_format: only type text is served", param="response_format"
         )
 
 

@@ -50,6 +50,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     explain: bool | None = None
     user: str | None = None
+    structured_outputs: Any = None
+    response_format: Any = None
     # known and not served: anything but null is refused
     best_of: int | None = None
     use_beam_search: bool | None = None
@@ -59,8 +61,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    structured_outputs: Any = None
-    response_format: Any = None
     kv_transfer_params: Any = None
 
 

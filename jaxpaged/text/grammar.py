@@ -9,6 +9,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -18,18 +19,18 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.text.grammars.endings import NEVER, Endings
 from jaxpaged.text.grammars.expressions import Grammar, Text, choice, to_lark
 from jaxpaged.text.grammars.json_schema import json_schema_grammar
 from jaxpaged.text.grammars.json_text import JsonStyle, bounded_space
 from jaxpaged.text.grammars.network import Network
+from jaxpaged.text.grammars.refusal import not_served, refusal
 from jaxpaged.text.grammars.regex import parse_regex
 from jaxpaged.text.grammars.vocabulary import TokenTree
 from jaxpaged.text.tokenizer import Tokenizer
 
 TIME_LIMIT_S = 10.0
-MAX_CHOICES = 10_000
+NUM_WORKERS = 2
 MAX_KEPT, MAX_KEPT_STATES = 256, 300_000  # compiled grammars, and their states together
 MAX_GRAMMAR = 100_000  # characters
 _GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -60,6 +61,7 @@ class GrammarParams(Protocol):
 class CompiledGrammar:
     """A grammar over one vocabulary. `shortest` are the tokens of its shortest answer, if known."""
 
+    vocabulary: "Grammars"
     matcher: LLMatcher
     endings: Endings | None
     shortest: int | None
@@ -108,10 +110,7 @@ class Grammars:
             return found
         deadline = time.monotonic() + self.time_limit_s
         if not self._tokenizer.eos_token_ids:
-            raise UnsupportedParameter(
-                "structured outputs need a tokenizer with an end-of-text token",
-                param="structured_outputs",
-            )
+            raise not_served("structured outputs need a tokenizer with an end-of-text token")
         param, grammar, lark = _read(params)
         endings, shortest = None, None
         if grammar is not None:
@@ -119,8 +118,8 @@ class Grammars:
             endings = Endings(network, self.tree)
             shortest = endings.needs[endings.start]
             if shortest >= NEVER:
-                raise RequestError(f"{param}: nothing fits it", param=param)
-        compiled = CompiledGrammar(self._matcher(lark, param), endings, shortest)
+                raise refusal(f"{param}: nothing fits it")
+        compiled = CompiledGrammar(self, self._matcher(lark, param), endings, shortest)
         self._keep(_key(params), compiled)
         return compiled
 
@@ -129,7 +128,7 @@ class Grammars:
         matcher = LLMatcher(self.ll_tokenizer, lark, log_level=0, limits=limits)
         if matcher.is_error():
             what = " ".join(matcher.get_error().split())[:300]
-            raise RequestError(f"{param} cannot be used: {what}", param=param)
+            raise refusal(f"{param} cannot be used: {what}")
         return matcher
 
     def _keep(self, key: str, compiled: CompiledGrammar) -> None:
@@ -141,6 +140,11 @@ class Grammars:
             ):
                 _, old = self._kept.popitem(last=False)
                 total -= old.size
+
+    @cached_property
+    def workers(self) -> ThreadPoolExecutor:
+        """Threads to compile in; a grammar that takes long holds up others, and nothing else."""
+        return ThreadPoolExecutor(NUM_WORKERS, "grammar")
 
     @property
     def tree(self) -> TokenTree:
@@ -155,6 +159,14 @@ class Grammars:
     @cached_property
     def eos_ids(self) -> np.ndarray:
         return np.array(sorted(self._tokenizer.eos_token_ids), np.int64)
+
+    @cached_property
+    def words_without_eos(self) -> np.ndarray:
+        """u32 words of a mask with all bits but those of end-of-text tokens."""
+        words = np.full(-(-self._vocab // 32), 0xFFFFFFFF, np.uint32)
+        for token_id in self.eos_ids.tolist():
+            words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return words
 
     @cached_property
     def _tree(self) -> TokenTree:
@@ -218,22 +230,20 @@ def _json_grammar(params: GrammarParams) -> Grammar:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise RequestError("json is no JSON", param="json") from None
+            raise refusal("json is no JSON") from None
     closes = params.disable_additional_properties
     try:
         return json_schema_grammar(schema, style, param="json", closes_objects=closes)
     except RecursionError:
-        raise RequestError("json: the schema is nested too deep", param="json") from None
+        raise refusal("json: the schema is nested too deep") from None
 
 
 def _as_lark(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR:
-        raise RequestError(
-            f"grammar has {len(grammar)} characters, allowed are {MAX_GRAMMAR}", param="grammar"
-        )
+        raise refusal(f"grammar has {len(grammar)} characters, allowed are {MAX_GRAMMAR}")
     if "::=" not in grammar:
         return grammar
     try:
         return gbnf_to_lark(grammar)
     except Exception as error:  # whatever the converter meets in a client's text
-        raise RequestError(f"grammar is no EBNF: {error}", param="grammar") from None
+        raise refusal(f"grammar is no EBNF: {error}") from None

@@ -2,21 +2,24 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from jaxpaged.text.grammar import CompiledGrammar, Grammars
+from jaxpaged.errors import RequestError
+from jaxpaged.text.grammar import CompiledGrammar
 from jaxpaged.text.grammars.endings import DEAD, Endings
 
 
 class GrammarMatcher:
-    """Follows one answer. Owned by the engine's thread."""
+    """Follows one answer. Owned by the engine's thread. `failure` says why it cannot go on."""
 
-    def __init__(self, compiled: CompiledGrammar, grammars: Grammars):
-        self._compiled, self._grammars = compiled, grammars
+    def __init__(self, compiled: CompiledGrammar):
+        self._endings, self.vocabulary = compiled.endings, compiled.vocabulary
         self.ll = compiled.matcher.deep_copy()
+        self.failure: str | None = None
         self._num_walked = 0  # tokens that `_place` stands behind
         self._place, self._epoch = DEAD, 0
 
@@ -45,14 +48,14 @@ class GrammarMatcher:
             u32 words as `mask_words` makes them; None where any token that the grammar allows will
             do.
         """
-        endings = self._compiled.endings
+        endings = self._endings
         most = None if endings is None else endings.most
         if endings is None or (most is not None and budget > most):
             return None
         place = self._walk(endings, token_ids)
         if place == DEAD or endings.is_safe(place, budget):
             return None
-        return endings.mask(place, budget, self._grammars.eos_ids)
+        return endings.mask(place, budget, self.vocabulary.eos_ids)
 
     def _walk(self, endings: Endings, token_ids: Sequence[int]) -> int:
         endings.forget_if_full()
@@ -64,43 +67,53 @@ class GrammarMatcher:
         return self._place
 
 
+class MaskRow(NamedTuple):
+    """A row of a step that a grammar narrows."""
+
+    number: int
+    matcher: GrammarMatcher
+    token_ids: Sequence[int]  # accepted so far
+    budget: int  # tokens that may still come
+    goes_on: bool  # must not end where it can go on
+
+
 class MaskFiller:
     """Computes the masks of a step's rows, many at once. Owned by the engine's thread."""
-
-    def __init__(self, grammars: Grammars):
-        self.grammars = grammars
 
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor()
 
-    @cached_property
-    def _eos_words(self) -> tuple[np.ndarray, np.ndarray]:
-        ids = self.grammars.eos_ids
-        return ids // 32, (np.uint32(1) << (ids % 32).astype(np.uint32))
+    def narrow(self, mask: np.ndarray, rows: Sequence[MaskRow]) -> None:
+        """Take out of `mask`, u32[seqs, words], what the grammars of `rows` do not allow.
 
-    def fill(
-        self, mask: np.ndarray, rows: Sequence[tuple[int, GrammarMatcher, Sequence[int], int, bool]]
-    ) -> None:
-        """Fill rows of `mask`, u32[seqs, words].
-
-        Args:
-            rows: of each its number, its matcher, the tokens accepted, the tokens that may still
-                come, and whether it must not end where it can go on.
+        A row in which nothing is left keeps its mask, and its matcher the reason.
         """
-        open_rows: list[tuple[LLMatcher, int]] = []
-        for number, matcher, token_ids, budget, _ in rows:
-            closing = matcher.closing_mask(token_ids, budget)
+        allowed = np.empty((len(rows), mask.shape[1]), np.uint32)
+        followed: list[tuple[LLMatcher, int]] = []
+        for i, row in enumerate(rows):
+            closing = self._closing(row)
             if closing is None:
-                open_rows.append((matcher.ll, number))
+                followed.append((row.matcher.ll, i))
             else:
-                mask[number] = closing
-        if open_rows:
-            fill_next_token_bitmask_par(self._executor, open_rows, mask.view(np.int32))
-        words, bits = self._eos_words
-        for number, _, _, _, goes_on in rows:
-            if goes_on:
-                without = mask[number].copy()
-                np.bitwise_and.at(without, words, ~bits)
-                if without.any():
-                    mask[number] = without
+                allowed[i] = closing
+        if followed:
+            fill_next_token_bitmask_par(self._executor, followed, allowed.view(np.int32))
+        for i, row in enumerate(rows):
+            without = allowed[i] & row.matcher.vocabulary.words_without_eos
+            if row.goes_on and without.any():
+                allowed[i] = without
+            both = mask[row.number] & allowed[i]
+            if row.matcher.ll.is_error():
+                row.matcher.failure = f"the grammar failed: {row.matcher.ll.get_error()[:200]}"
+            elif not both.any():
+                row.matcher.failure = "the grammar and allowed_token_ids leave no token"
+            else:
+                mask[row.number] = both
+
+    def _closing(self, row: MaskRow) -> np.ndarray | None:
+        try:
+            return row.matcher.closing_mask(row.token_ids, row.budget)
+        except RequestError as error:
+            row.matcher.failure = str(error)
+            return None

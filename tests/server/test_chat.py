@@ -125,7 +125,7 @@ async def test_template_keywords_reach_the_template(start):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"audio": {}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
     ],

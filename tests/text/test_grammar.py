@@ -11,7 +11,7 @@ import pytest
 
 from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
-from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller
+from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
 from tests.support.models import EOS, VOCAB
 from tests.support.schemas import random_schema
 
@@ -40,11 +40,12 @@ def answer(
     grammars: Grammars, grammar: CompiledGrammar, max_tokens: int, rng: np.random.Generator
 ) -> bytes | None:
     """Draw tokens from the masks until the grammar or the tokens end; None where it is no whole."""
-    matcher, filler = GrammarMatcher(grammar, grammars), MaskFiller(grammars)
+    matcher, filler = GrammarMatcher(grammar), MaskFiller()
     ids: list[int] = []
     mask = np.zeros((1, WORDS), np.uint32)
     while len(ids) < max_tokens and not matcher.must_end:
-        filler.fill(mask, [(0, matcher, ids, max_tokens - len(ids), False)])
+        mask[:] = 0xFFFFFFFF
+        filler.narrow(mask, [MaskRow(0, matcher, ids, max_tokens - len(ids), False)])
         allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
         token = int(rng.choice(allowed))
         if token == EOS:
@@ -71,16 +72,13 @@ def test_every_answer_closes_and_validates(grammars, seed):
 def test_both_automata_allow_the_same_tokens(grammars, seed):
     schema = random_schema(random.Random(seed))
     grammar = grammars.compile(Params(json=schema))
-    matcher, filler, endings = (
-        GrammarMatcher(grammar, grammars),
-        MaskFiller(grammars),
-        grammar.endings,
-    )
+    matcher, filler, endings = GrammarMatcher(grammar), MaskFiller(), grammar.endings
     assert endings is not None
     rng, ids, place = np.random.default_rng(seed), [], endings.start
     mask = np.zeros((1, WORDS), np.uint32)
     for _ in range(60):
-        filler.fill(mask, [(0, matcher, ids, PLENTY, False)])
+        mask[:] = 0xFFFFFFFF
+        filler.narrow(mask, [MaskRow(0, matcher, ids, PLENTY, False)])
         ours = endings.mask(place, PLENTY, grammars.eos_ids)
         if matcher.must_end:
             break

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxpaged.errors import RequestError
 from jaxpaged.text.grammars.distances import ENDLESS, costs_to_end, most_cost
 from jaxpaged.text.grammars.network import Network
+from jaxpaged.text.grammars.refusal import refusal
 from jaxpaged.text.grammars.vocabulary import TokenTree
 
 MAX_PLACES = 5_000  # kept at once
@@ -143,7 +143,7 @@ class Endings:
                     seen.add(one)
                     waiting.append(one)
             if len(seen) > MAX_ALIKE:
-                raise RequestError("the grammar is too ambiguous to follow: make it simpler")
+                raise refusal("the grammar is too ambiguous to follow: make it simpler")
         return self._number(frozenset(p for p in seen if network.arrows[p[0]]), can_end)
 
     def _stack(self, back: int, below: int) -> int:

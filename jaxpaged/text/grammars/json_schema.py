@@ -8,7 +8,7 @@ import json
 from functools import partial
 from typing import Any
 
-from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.errors import RequestError
 from jaxpaged.text.grammars.expressions import (
     Call,
     Expression,
@@ -28,6 +28,7 @@ from jaxpaged.text.grammars.json_leaves import (
 from jaxpaged.text.grammars.json_objects import MAX_RULES, ObjectSchema
 from jaxpaged.text.grammars.json_text import JsonStyle, literal
 from jaxpaged.text.grammars.merging import ANNOTATIONS, are_apart, merged
+from jaxpaged.text.grammars.refusal import not_served, refusal
 
 MAX_BYTES = 200_000  # of a schema
 MAX_DEPTH = 60  # schemas one in another
@@ -57,10 +58,10 @@ def json_schema_grammar(
         UnsupportedParameter: a keyword that is not served; the text names it and its place.
     """
     if not isinstance(schema, dict | bool):
-        raise RequestError(f"{param} must be a JSON schema: an object", param=param)
+        raise refusal(f"{param} must be a JSON schema: an object")
     size = len(json.dumps(schema))
     if size > MAX_BYTES:
-        raise RequestError(f"{param} has {size} bytes, allowed are {MAX_BYTES}", param=param)
+        raise refusal(f"{param} has {size} bytes, allowed are {MAX_BYTES}")
     return _Translation(schema, style, param, closes_objects).grammar()
 
 
@@ -77,7 +78,7 @@ class _Translation:
         return Grammar(self.expression(self.schema, "#", 0), self.rules)
 
     def refuse(self, place: str, what: str) -> RequestError:
-        return UnsupportedParameter(f"{self.param}: {place}: {what}", param=self.param)
+        return not_served(f"{self.param}: {place}: {what}")
 
     def expression(self, schema: Any, place: str, depth: int) -> Expression:
         """The texts of one schema, which stands at `place`."""

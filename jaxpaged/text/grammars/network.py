@@ -17,6 +17,7 @@ from jaxpaged.text.grammars.expressions import (
     Repeat,
     Text,
 )
+from jaxpaged.text.grammars.refusal import refusal
 from jaxpaged.text.grammars.utf8 import byte_ranges
 
 MAX_STATES = 30_000
@@ -74,18 +75,15 @@ class Network:
         return number
 
     def _too_large(self) -> RequestError:
-        return RequestError(
+        return refusal(
             f"{self._param} is too large: it needs over {MAX_STATES} states; bound counts and "
-            "lengths lower",
-            param=self._param,
+            "lengths lower"
         )
 
     def check_time(self) -> None:
         """Raise where the deadline has passed."""
         if time.monotonic() > self._deadline:
-            raise RequestError(
-                f"{self._param} takes too long to compile: make it smaller", param=self._param
-            )
+            raise refusal(f"{self._param} takes too long to compile: make it smaller")
 
     def _leave(self, state: int) -> int:
         """A fresh state behind `state`."""
@@ -173,11 +171,9 @@ class Network:
 
     def _look(self, piece: int, callers: list[int]) -> int:
         if piece in callers:
-            raise RequestError(
-                f"{self._param} refers to itself without anything between", param=self._param
-            )
+            raise refusal(f"{self._param} refers to itself without anything between")
         if len(callers) > MAX_CALL_DEPTH:
-            raise RequestError(f"{self._param} is nested too deep", param=self._param)
+            raise refusal(f"{self._param} is nested too deep")
         if not self.call_depth[piece]:
             seen, waiting, deepest = {self.starts[piece]}, [self.starts[piece]], 0
             while waiting:

@@ -13,6 +13,7 @@ from jaxpaged.text.grammars.expressions import (
     one_of,
     seq,
 )
+from jaxpaged.text.grammars.refusal import refusal
 
 MAX_LENGTH = 20_000  # characters of a pattern
 MAX_DEPTH = 100  # of groups
@@ -36,9 +37,8 @@ def parse_regex(pattern: str, *, param: str, is_search: bool = False) -> Express
             references, looking around) or not served (flags, word borders).
     """
     if len(pattern) > MAX_LENGTH:
-        raise RequestError(
-            f"{param}: the pattern has {len(pattern)} characters, allowed are {MAX_LENGTH}",
-            param=param,
+        raise refusal(
+            f"{param}: the pattern has {len(pattern)} characters, allowed are {MAX_LENGTH}"
         )
     parser = _Parser(pattern, param, is_search)
     parsed = parser.alternatives(0)
@@ -55,10 +55,9 @@ class _Parser:
         self.place = 0
 
     def fail(self, what: str) -> RequestError:
-        raise RequestError(
+        raise refusal(
             f"{self.param}: {what} at character {self.place} of the regular expression "
-            f"{self.pattern[:80]!r}",
-            param=self.param,
+            f"{self.pattern[:80]!r}"
         )
 
     def peek(self) -> str:

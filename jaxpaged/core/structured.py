@@ -1,0 +1,68 @@
+"""What an answer must look like, with vLLM's names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.errors import RequestError, UnsupportedParameter
+
+MAX_CHOICES = 10_000
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Exactly one of `json` (a schema), `regex`, `choice`, `grammar` (Lark or EBNF), `json_object`.
+
+    White space in JSON is one space, or a new line with its indentation, unless
+    `whitespace_pattern` says otherwise.
+
+    Raises:
+        RequestError: none of them, several, or one of another type; `param` names the field.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+    def __post_init__(self):
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {', '.join(given) or 'nothing'}: give exactly one of "
+                f"{', '.join(_KINDS[:-1])}",
+                param="structured_outputs",
+            )
+        if self.structural_tag is not None:
+            raise UnsupportedParameter(
+                "structural_tag is not served: use json, regex, choice or grammar",
+                param="structured_outputs",
+            )
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            _check(name, getattr(self, name), str)
+        _check("json", self.json, str | Mapping)
+        _check("choice", self.choice, Sequence)
+        if self.choice is not None:
+            self._check_choice(self.choice)
+
+    def _check_choice(self, words: Sequence[Any]) -> None:
+        is_text = all(isinstance(word, str) and word for word in words)
+        if isinstance(words, str) or not is_text or not 0 < len(words) <= MAX_CHOICES:
+            raise RequestError(
+                f"choice must be a list of 1 to {MAX_CHOICES} texts, none of them empty",
+                param="structured_outputs",
+            )
+
+
+def _check(name: str, value: Any, kind: Any) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise RequestError(
+            f"structured_outputs.{name} is {type(value).__name__}, which it may not be",
+            param="structured_outputs",
+        )

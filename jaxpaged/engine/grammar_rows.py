@@ -1,0 +1,101 @@
+"""Rows of a step whose answers follow a grammar: their masks, and what each token does to them."""
+
+import asyncio
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.plan import StepPlan
+from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.errors import RequestError
+from jaxpaged.text.grammar import CompiledGrammar, Grammars
+from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
+
+GRACE_S = 1.0  # beyond the time limit, which the compiler itself looks at now and then
+
+
+async def compile_grammar(grammars: Grammars, params: SamplingParams) -> CompiledGrammar | None:
+    """What a request's structured outputs compile to, in a worker thread; None without any.
+
+    Raises:
+        RequestError: it cannot be served, or takes too long.
+    """
+    wanted = params.structured_outputs
+    if wanted is None:
+        return None
+    found = grammars.kept(wanted)
+    if found is not None:
+        return found
+    job = asyncio.get_running_loop().run_in_executor(grammars.workers, grammars.compile, wanted)
+    try:
+        return await asyncio.wait_for(job, grammars.time_limit_s + GRACE_S)
+    except TimeoutError:
+        raise RequestError(
+            f"the grammar took over {grammars.time_limit_s:g} s to compile: make it smaller",
+            param="structured_outputs",
+        ) from None
+
+
+class GrammarRows:
+    """The open sequences with a grammar. Owned by the engine."""
+
+    def __init__(self):
+        self._filler = MaskFiller()
+        self._matchers: dict[int, GrammarMatcher] = {}  # by seq_id
+
+    def add(self, seq: Sequence) -> None:
+        grammar = seq.request.grammar
+        if grammar is not None:
+            assert isinstance(grammar, CompiledGrammar)
+            self._matchers[seq.seq_id] = GrammarMatcher(grammar)
+
+    def forget(self, seq: Sequence) -> None:
+        self._matchers.pop(seq.seq_id, None)
+
+    def is_in(self, plan: StepPlan) -> bool:
+        """Some row of the step samples by a grammar."""
+        return bool(self._matchers) and any(
+            samples and seq.seq_id in self._matchers
+            for seq, samples in zip(plan.columns.seqs, plan.columns.samples, strict=True)
+        )
+
+    def fill(self, plan: StepPlan, mask: np.ndarray) -> None:
+        """Narrow the rows of `mask`, u32[seqs, words], to what their grammars allow next.
+
+        All tokens before must have been read.
+        """
+        rows: list[MaskRow] = []
+        columns = plan.columns
+        for i, (seq, samples) in enumerate(zip(columns.seqs, columns.samples, strict=True)):
+            matcher = self._matchers.get(seq.seq_id)
+            if matcher is None or not samples or seq.state is SeqState.FINISHED:
+                continue
+            params, output = seq.request.params, seq.output_token_ids
+            goes_on = params.ignore_eos or len(output) < params.min_tokens
+            rows.append(MaskRow(i, matcher, output, seq.request.max_tokens - len(output), goes_on))
+        if rows:
+            self._filler.narrow(mask, rows)
+
+    def take(self, seq: Sequence, token_ids: Iterable[int]) -> "Ending | None":
+        """Follow a sequence's new tokens; how it ends with them, where the grammar says so."""
+        matcher = self._matchers[seq.seq_id]
+        if matcher.failure is not None:
+            return Ending("error", matcher.failure)
+        for token_id in token_ids:
+            if token_id in seq.stop_ids and seq.finish_reason == "stop":
+                break
+            if not matcher.accept(token_id):
+                return Ending("error", f"token {token_id} is not what the grammar allows")
+        if matcher.must_end or (seq.finish_reason == "length" and matcher.can_end):
+            return Ending("stop", None)
+        return None
+
+
+class Ending:
+    """Why a grammar ends an answer: `stop`, or `error` and what went wrong."""
+
+    __slots__ = ("error", "reason")
+
+    def __init__(self, reason: str, error: str | None):
+        self.reason, self.error = reason, error
