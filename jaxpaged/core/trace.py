@@ -73,6 +73,6 @@ def note_plan(
             if trace.first_missed_page is None:
                 trace.began(page_size, limits)
             trace.ran(q_lens[seq_id])
-        elif trace.seq.state is SeqState.WAITING:
+        elif trace.seq.state not in (SeqState.RUNNING, SeqState.FINISHED):
             is_behind = first is not None and first.seq_id not in q_lens and first is not trace.seq
             trace.waits["line" if is_behind else cause] += 1

@@ -52,7 +52,7 @@ class Explanations:
 
     def _answer(self, stream: Stream) -> dict[str, Any]:
         seq, waits_for = stream.seq, None
-        if seq.state is SeqState.WAITING:
+        if seq.state not in (SeqState.RUNNING, SeqState.FINISHED):
             waits_for = self._scheduler.wait_cause
         answer: dict[str, Any] = {
             "index": seq.choice,
