@@ -24,17 +24,11 @@ class HttpMetrics:
             buckets=TIMES,
             registry=self._registry,
         )
-        self._rejected = Counter(
-            "vllm:admission_rejections", "requests refused with 503", registry=self._registry
-        )
 
     def observe(self, method: str, handler: str, status: int, seconds: float) -> None:
         method = method if method in ("GET", "POST", "HEAD", "OPTIONS") else "other"
         self._requests.labels(method, f"{status // 100}xx", handler).inc()
         self._seconds.labels(method, handler).observe(seconds)
-
-    def rejected(self) -> None:
-        self._rejected.inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from jaxpaged.errors import CapacityError, Draining
+from jaxpaged.errors import Draining
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
@@ -65,9 +65,6 @@ class ServerState:
         usage = Usage()
         try:
             yield usage
-        except CapacityError:
-            self.metrics.rejected()
-            raise
         finally:
             self.key_limits.charge(key_id, usage.total_tokens)
             self.num_working -= 1

@@ -26,7 +26,9 @@ class Policy(Protocol):
     """The line of waiting sequences, and an order of the running ones."""
 
     def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Sequence]: ...
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait, the next one first. Another thread may look, too."""
+        ...
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that arrives."""
@@ -98,7 +100,9 @@ class RankedLine:
         return len(self._seqs)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(sorted(self._seqs.values(), key=lambda seq: self._ranks[seq.seq_id]))
+        ranked = sorted([(rank, seq_id) for seq_id, rank in list(self._ranks.items())])
+        found = [self._seqs.get(seq_id) for _, seq_id in ranked]
+        return iter([seq for seq in found if seq is not None])
 
     def put(self, seq: Sequence) -> None:
         rank = self._rank(seq)
@@ -187,8 +191,8 @@ class Fair:
         return sum([len(line) for line in self._lines.values()])
 
     def __iter__(self) -> Iterator[Sequence]:
-        for key in sorted(self._lines, key=self.counter):
-            yield from self._lines[key]
+        for _, line in sorted(self._lines.items(), key=lambda item: self.counter(item[0])):
+            yield from line
 
     def counter(self, key: str) -> int:
         """Weighted tokens served to a key, as far as they count."""

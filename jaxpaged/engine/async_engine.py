@@ -39,6 +39,7 @@ class AsyncLLM:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._sinks: dict[str, EventSink] = {}
+        self._arriving: dict[str, int] = {}  # prompt tokens by request, until the engine has them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
         self._closing = False
@@ -190,6 +191,7 @@ class AsyncLLM:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
         self._loop = asyncio.get_running_loop()
         self._sinks[request.request_id] = sink
+        self._arriving[request.request_id] = len(ids)
         self._send(lambda: self._add(request))
         return request, text
 
@@ -225,13 +227,14 @@ class AsyncLLM:
         if not self.is_running:
             raise EngineStopped(f"the engine has stopped: {self._error or 'closed'}")
         settings = self._parts.config.scheduler
-        waiting = self.load.num_waiting + len(self._commands)
+        scheduler, arriving = self._engine.scheduler, list(self._arriving.values())
+        waiting = scheduler.num_waiting + len(arriving)
         most = settings.max_num_queued_reqs
         if most is not None and waiting >= most:
             self._refuse("max_num_queued_reqs", f"{waiting} requests wait, at most {most} may")
         most = settings.max_num_queued_tokens
         if most is not None:
-            queued = self._engine.scheduler.num_waiting_tokens
+            queued = scheduler.num_waiting_tokens + sum(arriving)
             if queued + num_tokens > most and waiting:
                 text = f"{queued} prompt tokens wait, at most {most} may"
                 self._refuse("max_num_queued_tokens", text)
@@ -250,6 +253,8 @@ class AsyncLLM:
             self._engine.add(request)
         except (RequestError, CapacityError) as error:
             self._tell(lambda error=error: self._fail(request.request_id, error))
+        finally:
+            del self._arriving[request.request_id]
 
     def _run(self) -> None:
         """The engine's thread: commands, a step, its events; sleeps when there is nothing to do."""

@@ -206,12 +206,15 @@ async def test_a_text_over_the_context_is_refused_without_encoding_it(start):
 
 async def test_a_full_queue_is_a_503_with_retry_after(start):
     server = await start(max_num_queued_reqs=1)
-    server.llm.metrics.step_ended(0, server.llm.load.__class__(0, 5, 0.0, 0, 0, 0, 0))
+    server.engine.scheduler.num_waiting = 5
     reply = await server.post({"prompt": "ABC"})
     assert reply.status == 503
     assert int(reply.headers["retry-after"]) >= 1
     assert reply.error["type"] == "overloaded_error"
-    assert b"vllm:admission_rejections_total 1.0" in (await server.get("/metrics")).raw
+    told = (await server.get("/metrics")).raw.decode()
+    labels = 'engine="0",model_name="S",reason="max_num_queued_reqs"'
+    assert f"vllm:admission_rejections_total{{{labels}}} 1.0" in told
+    assert told.count("# TYPE vllm:admission_rejections_total") == 1
 
 
 async def test_user_bytes_in_a_message_stay_one_valid_json(server):

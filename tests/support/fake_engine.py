@@ -55,7 +55,9 @@ class FakeEngine:
     num_aborted: int = 0
     last_step_time: float = field(default_factory=time.monotonic)
     last_request: Request | None = None
-    scheduler: Any = field(default_factory=lambda: SimpleNamespace(num_waiting_tokens=0))
+    scheduler: Any = field(
+        default_factory=lambda: SimpleNamespace(num_waiting_tokens=0, num_waiting=0)
+    )
     runner: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
     _answers: list[_Answer] = field(default_factory=list)
 
@@ -197,6 +199,7 @@ def fake_llm(
     names: tuple[str, ...] = ("S",),
     default_sampling: dict[str, Any] | None = None,
     max_num_queued_reqs: int | None = None,
+    max_num_queued_tokens: int | None = None,
     adds_bos: bool = False,
     script: str = "",
     model_settings: dict[str, Any] | None = None,
@@ -209,7 +212,9 @@ def fake_llm(
     engine: Any = FakeEngine(tokenizer, metrics, ring if emoji else {}, script)
     config = EngineConfig(
         model=ModelSettings(model=str(folder), served_model_name=names, **(model_settings or {})),
-        scheduler=SchedulerSettings(max_num_queued_reqs=max_num_queued_reqs),
+        scheduler=SchedulerSettings(
+            max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens
+        ),
     )
     model = ModelConfig(
         family="successor",
