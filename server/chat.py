@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from jaxpaged.errors import RequestError
-from jaxpaged.openai.chat import chat_job, read_chat
+from jaxpaged.openai.chat import chat_job, client_field, read_chat
 from server.answering import respond
 from server.auth import KEY_ID
 from server.state import SERVER, read_body
@@ -18,6 +18,5 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         try:
             return await respond(request, server, job)
         except RequestError as error:
-            if error.param == "prompt":  # the engine's word for what was made of the messages
-                error.param = "messages"
+            error.param = client_field(body, error.param)
             raise

@@ -10,7 +10,7 @@ from jaxpaged.anthropic.schema import read_count, read_messages
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.errors import RequestError
 from jaxpaged.openai.answers import check_output, outputs_of
-from jaxpaged.openai.chat import ChatForm, chat_job
+from jaxpaged.openai.chat import ChatForm, chat_job, client_field
 from jaxpaged.openai.chunks import Usage, encode
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.prompts import encode_chat
@@ -20,7 +20,7 @@ from server.auth import KEY_ID
 from server.errors import MESSAGES, error_body
 from server.state import SERVER, ServerState, read_body
 
-_NAMES = {"prompt": "messages", "stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
+_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -28,12 +28,13 @@ async def messages(request: web.Request) -> web.StreamResponse:
     with server.work(key_id) as usage:
         body = read_messages(await read_body(request))
         model = server.check_model(body.model)
+        chat = chat_request(body)
         try:
-            chat = chat_request(body)
             job = await chat_job(chat, server.engine, usage, model=model, key_id=key_id)
             return await _respond(request, server, job)
         except RequestError as error:
-            error.param = _NAMES.get(error.param or "", error.param)
+            param = client_field(chat, error.param)
+            error.param = _NAMES.get(param or "", param)
             raise
 
 

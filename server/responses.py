@@ -8,7 +8,7 @@ from aiohttp import web
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.errors import RequestError
 from jaxpaged.openai.answers import check_output, outputs_of
-from jaxpaged.openai.chat import ChatForm, chat_job
+from jaxpaged.openai.chat import ChatForm, chat_job, client_field
 from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.responses.answer import Fields, ResponseAnswer
@@ -23,7 +23,7 @@ from server.state import SERVER, read_body
 
 STORE = web.AppKey("responses", ResponseStore)
 
-_NAMES = {"prompt": "input", "messages": "input", "max_completion_tokens": "max_output_tokens",
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
           "response_format": "text.format"}  # fmt: skip
 
 
@@ -35,8 +35,8 @@ async def create(request: web.Request) -> web.StreamResponse:
         body = read_responses(data)
         model = server.check_model(body.model)
         history = store.history(body.previous_response_id, key_id)
+        chat = chat_request(body, history)
         try:
-            chat = chat_request(body, history)
             job = await chat_job(chat, server.engine, usage, model=model, key_id=key_id)
             assert isinstance(job.form, ChatForm)
             number = job.envelope.answer_id.removeprefix("chatcmpl-")
@@ -48,7 +48,8 @@ async def create(request: web.Request) -> web.StreamResponse:
                 return await _start(request, store, stored, body, job, work.pop_all())
             return await _answer(request, store, stored, body, job)
         except RequestError as error:
-            error.param = _NAMES.get(error.param or "", error.param)
+            param = client_field(chat, error.param)
+            error.param = _NAMES.get(param or "", param)
             raise
 
 

@@ -1,14 +1,13 @@
 """/v1/chat/completions: a body to a job, and how its answers are written."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from jaxpaged.config.settings import ModelSettings
+from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
-from jaxpaged.errors import UnsupportedParameter
 from jaxpaged.openai.chunks import CHAT, Envelope, Usage
 from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
@@ -38,24 +37,28 @@ async def chat_job(
     """
     params = chat_params(body, engine.default_sampling())
     use = tool_use(body, engine.model_settings)
-    if use.is_forced:
-        raise UnsupportedParameter(
-            "tool_choice required or one tool is not served: use auto", param="tool_choice"
-        )
-    if use.needs_special_tokens:
-        params = replace(params, skip_special_tokens=False)
+    params = use.sampling(params)
     prompt = await encode_chat(body, engine, use.shown)
-    form = ChatForm(body, engine, _parsing(body, use, engine.model_settings, prompt["prompt"]))
+    form = ChatForm(
+        body, engine, _parsing(body, use, params, engine.model_settings, prompt["prompt"])
+    )
     envelope = Envelope.new("chatcmpl", model)
     return Job(body, [prompt], params, envelope, form, salt_of(body, key_id), key_id, usage)
 
 
 def _parsing(
-    body: ChatRequest, use: ToolUse, settings: ModelSettings, prompt: str
+    body: ChatRequest,
+    use: ToolUse,
+    params: SamplingParams,
+    settings: ModelSettings,
+    prompt: str,
 ) -> Callable[[], ParsedAnswer] | None:
-    """Makes what reads one answer; None where its text is content as it stands."""
+    """Makes what reads one answer; None where its text is content as it stands.
+
+    An answer that is held to a grammar holds no reasoning.
+    """
     parser = settings.reasoning_parser
-    if use.is_forced or parser is None:
+    if params.structured_outputs is not None or parser is None:
         if use.mode == "none":
             return None
         return lambda: ParsedAnswer(None, use.parser())
@@ -65,6 +68,13 @@ def _parsing(
         use.parser(),
         shows_reasoning=body.include_reasoning is not False,
     )
+
+
+def client_field(body: ChatRequest, param: str | None) -> str | None:
+    """The request's own field for one that was made of it."""
+    if param == "structured_outputs" and body.structured_outputs is None:
+        return "tools" if body.response_format is None else "response_format"
+    return "messages" if param == "prompt" else param
 
 
 class ChatForm:

@@ -1,10 +1,12 @@
 """What a request says of tools, checked, and what that means for prompt and answer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxpaged.config.settings import ModelSettings
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.structured import StructuredOutputsParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.prompts import as_list, as_object
 from jaxpaged.openai.schema import ChatRequest
@@ -34,9 +36,23 @@ class ToolUse:
         """What the chat template gets."""
         return list(self.tools) if self.mode != "none" and self.tools else None
 
-    @property
-    def needs_special_tokens(self) -> bool:
-        return self.mode == "auto" and self.format_name in NEED_SPECIAL_TOKENS
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """`params` for an answer with these tools: held to calls where they are forced.
+
+        Raises:
+            RequestError: the answer is to have another form too.
+        """
+        if self.is_forced:
+            if params.structured_outputs is not None:
+                raise RequestError(
+                    "tool_choice and response_format or structured_outputs both say what the "
+                    "answer looks like: leave one out",
+                    param="tool_choice",
+                )
+            return replace(params, structured_outputs=StructuredOutputsParams(json=self.schema()))
+        if self.mode == "auto" and self.format_name in NEED_SPECIAL_TOKENS:
+            return replace(params, skip_special_tokens=False)
+        return params
 
     def parser(self) -> ToolParser | None:
         """A parser for one answer; None where there is nothing to look for."""

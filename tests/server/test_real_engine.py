@@ -1,13 +1,20 @@
 """The server over the real engine, on models whose answers are known."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
+import anthropic
+import jsonschema
+import openai
+import pydantic
 import pytest
+from langchain_openai import ChatOpenAI
 
 from jaxpaged.config.settings import (
     CacheSettings,
@@ -20,6 +27,7 @@ from jaxpaged.engine.async_engine import AsyncLLM
 from server.app import create_app
 from server.listener import Listener
 from tests.server.conftest import CHAT, Running
+from tests.server.test_tools import streamed
 from tests.support.models import BOS, byte_ids, write_model
 
 MELT = "\U0001fae0"
@@ -202,3 +210,118 @@ async def test_clients_that_leave_give_their_pages_back(serve, stream):
                 while server.llm.load.num_running or server.llm.load.kv_cache_usage:
                     await asyncio.sleep(0.001)
         server.engine.scheduler.pool.check()
+
+
+ITEM = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
+PUT = {
+    "name": "put",
+    "parameters": {
+        "type": "object",
+        "properties": {"items": {"type": "array", "items": ITEM, "minItems": 1, "maxItems": 2}},
+        "required": ["items"],
+    },
+}
+WORD = {
+    "name": "word",
+    "parameters": {
+        "type": "object",
+        "properties": {"w": {"$ref": "#/$defs/w"}},
+        "required": ["w"],
+        "$defs": {"w": {"enum": ["naïve", "数据", 'a"b']}},
+    },
+}
+TOOLS = [{"type": "function", "function": one} for one in (PUT, WORD)]
+ASK = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "max_tokens": 120}
+
+
+def made_calls(choice: dict) -> list[tuple[str, str]]:
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    for function in functions:
+        schema = next(one["parameters"] for one in (PUT, WORD) if one["name"] == function["name"])
+        jsonschema.validate(json.loads(function["arguments"]), schema)
+    return [(function["name"], function["arguments"]) for function in functions]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_a_tool_that_must_be_called_is_called_alike_in_a_stream(serve, temperature):
+    server = await serve("R")
+    for tool in (PUT, WORD):
+        choice = {"type": "function", "function": {"name": tool["name"]}}
+        body = ASK | {"tool_choice": choice, "temperature": temperature, "seed": 3}
+        plain = (await server.post(body, CHAT)).body["choices"][0]
+        ((name, arguments),) = made_calls(plain)
+        assert name == tool["name"]
+        message, reason = streamed((await server.post(body | {"stream": True}, CHAT)).events)
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": name, "arguments": arguments}
+        assert (message["content"], reason) == ("", "tool_calls")
+
+
+async def test_some_tool_must_be_called(serve):
+    server = await serve("R")
+    body = ASK | {"tool_choice": "required", "temperature": 1}
+    for seed in range(4):
+        one = body | {"seed": seed, "parallel_tool_calls": False}
+        assert len(made_calls((await server.post(one, CHAT)).body["choices"][0])) == 1
+        many = (await server.post(body | {"seed": seed}, CHAT)).body["choices"][0]
+        message, _ = streamed(
+            (await server.post(body | {"seed": seed, "stream": True}, CHAT)).events
+        )
+        functions = [call["function"] for call in message["tool_calls"]]
+        assert [(f["name"], f["arguments"]) for f in functions] == made_calls(many)
+
+
+async def test_a_schema_that_is_not_served_is_refused_as_the_tools(serve):
+    server = await serve("R")
+    tool = {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    body = ASK | {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    reply = await server.post(body, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    form = {"type": "json_object"}
+    reply = await server.post(ASK | {"tool_choice": "required", "response_format": form}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+
+
+class Weather(pydantic.BaseModel):
+    """How the weather is."""
+
+    sky: Literal["clear", "grey"]
+    degrees: int
+
+
+async def test_the_official_clients_get_structured_answers(serve):
+    server = await serve("R")
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "hi"}]
+    asked = {"model": "R", "messages": messages}
+    parsed = await client.chat.completions.parse(**asked, response_format=Weather, max_tokens=80)
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+    answer = await client.responses.parse(
+        model="R", input="hi", text_format=Weather, max_output_tokens=80
+    )
+    assert isinstance(answer.output_parsed, Weather)
+    tool = openai.pydantic_function_tool(Weather)
+    called = await client.chat.completions.parse(
+        **asked, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=120
+    )
+    (call,) = called.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    await client.close()
+    other = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
+    put = {"name": "put", "input_schema": PUT["parameters"]}
+    choice = {"type": "tool", "name": "put"}
+    message = await other.messages.create(**asked, tools=[put], tool_choice=choice, max_tokens=80)
+    jsonschema.validate(message.content[0].input, PUT["parameters"])
+    await other.close()
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+async def test_langchain_gets_structured_answers(serve, method):
+    server = await serve("R")
+    chat = ChatOpenAI(
+        model="R", base_url=f"{server.url}/v1", api_key="none", max_retries=0, max_tokens=80
+    )
+    answer = await chat.with_structured_output(Weather, method=method).ainvoke("hi")
+    assert isinstance(answer, Weather)
