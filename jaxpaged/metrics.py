@@ -54,12 +54,21 @@ class EngineLoad:
     num_compilations: int
 
 
+@dataclass(frozen=True)
+class _Speculation:
+    drafts: Counter
+    guessed: Counter
+    right: Counter
+    right_by_place: list[Counter]
+
+
 class EngineMetrics:
     """All metrics of one engine. `load` is also the last state as plain numbers."""
 
     def __init__(self, model_name: str, max_model_len: int):
         self.registry = CollectorRegistry()
         self.load = EngineLoad(0, 0, 0.0, 0, 0, 0, 0)
+        self._speculation: _Speculation | None = None
         self._labels = {"model_name": model_name, "engine": "0"}
         lengths = _one_two_five(max_model_len)
         self._running = self._gauge("num_requests_running", "sequences in steps")
@@ -183,6 +192,32 @@ class EngineMetrics:
             self._inference.observe(done.prefill_s + done.decode_s)
             if done.num_output_tokens > 1:
                 self._per_token.observe(done.decode_s / (done.num_output_tokens - 1))
+
+    def enable_speculation(self, num_speculative_tokens: int) -> None:
+        """Publish the counters of drafts; the one by position has a label for each of them."""
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        by_place = Counter(f"vllm:{name}", "", [*self._labels, "position"], registry=self.registry)
+        self._speculation = _Speculation(
+            self._counter("spec_decode_num_drafts", "drafts checked"),
+            self._counter("spec_decode_num_draft_tokens", "tokens guessed"),
+            self._counter("spec_decode_num_accepted_tokens", "guesses that were right"),
+            [
+                by_place.labels(**self._labels, position=str(place))
+                for place in range(num_speculative_tokens)
+            ],
+        )
+
+    def drafted(self, verified: list[list[int]], num_guessed: int) -> None:
+        """Count a step's drafts: of each the right guesses and the token after them."""
+        counters = self._speculation
+        if counters is None:
+            return
+        right = [len(tokens) - 1 for tokens in verified]
+        counters.drafts.inc(len(verified))
+        counters.guessed.inc(num_guessed)
+        counters.right.inc(sum(right))
+        for place, counter in enumerate(counters.right_by_place):
+            counter.inc(sum([num > place for num in right]))
 
     def text(self) -> bytes:
         """Prometheus' text format."""

@@ -9,6 +9,7 @@ goes into a new object by `dataclasses.replace`. None means: not set, the model 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from jaxpaged.config.speculation import Speculation, speculation_from
 from jaxpaged.errors import ConfigError
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -127,8 +128,16 @@ class SchedulerSettings:
     scheduler_reserve_full_isl: bool = setting(True, "admit a prompt only when all of it fits")
     enable_chunked_prefill: bool = setting(True, "let a prompt take several steps")
     async_scheduling: bool = setting(True, "plan the next step while one runs")
+    speculative_config: dict[str, Any] = setting(
+        {}, 'guess tokens and check them, JSON: {"method": "ngram", "num_speculative_tokens": 5}'
+    )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return speculation_from(self.speculative_config)
 
     def __post_init__(self):
+        speculation_from(self.speculative_config)
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",

@@ -78,10 +78,14 @@ class BatchBuilder:
         slots = np.array(rows.slots, np.int32)
         starts = np.array(rows.starts, np.int32)
         q_lens = np.array(rows.q_lens, np.int32)
-        self._fill_tokens(views, rows, slots, starts, q_lens)
+        self._fill_tokens(views, plan, slots, starts, q_lens)
         self._fill_rows(views, bucket, slots, starts + q_lens, q_lens)
+        places = starts + q_lens
+        if plan.drafts:
+            slots, places = np.repeat(slots, q_lens), views["positions"][:num_tokens] + 1
+            rows = self._sample_everywhere(views, plan, slots)
         if bucket.sampler != "greedy":
-            self._fill_sampling(views, slots, starts + q_lens)
+            self._fill_sampling(views, slots, places)
         if bucket.sampler in ("full", "scored"):
             self._fill_edits(views, rows, slots)
         if bucket.sampler == "scored":
@@ -133,15 +137,18 @@ class BatchBuilder:
     def _fill_tokens(
         self,
         views: Views,
-        rows: RowColumns,
+        plan: StepPlan,
         slots: np.ndarray,
         starts: np.ndarray,
         q_lens: np.ndarray,
     ) -> None:
+        rows = plan.columns
         num_known = np.array([len(seq.token_ids) for seq in rows.seqs], np.int32)
         total = int(q_lens.sum())
         if (starts < num_known).any():
-            views["token_ids"][:total] = _known_ids(rows)
+            views["token_ids"][:total] = _known_ids(plan)
+        for i, guessed in plan.drafts.items():
+            num_known[i] += len(guessed)
         if total == len(rows):
             positions, row_slots = starts, slots
         else:
@@ -178,6 +185,18 @@ class BatchBuilder:
             last[num:] = bucket.num_logits
         last[:num] = ends - 1
 
+    def _sample_everywhere(self, views: Views, plan: StepPlan, slots: np.ndarray) -> RowColumns:
+        """Sample at every token of a step with drafts; the rows, one a token."""
+        rows, tokens = RowColumns(), plan.num_tokens
+        views["logit_rows"][:] = np.arange(len(views["logit_rows"]), dtype=np.int32)
+        views["sample_slots"][:tokens] = slots
+        for i, row in enumerate(plan.rows):
+            for place in range(row.q_len):
+                if i in plan.drafts:  # the host gives such a row's next token
+                    views["sample_slots"][len(rows)] = self.max_num_seqs
+                rows.add(row._replace(start=row.start + place, q_len=1))
+        return rows
+
     def _fill_sampling(self, views: Views, slots: np.ndarray, positions: np.ndarray) -> None:
         num = len(slots)
         for name, values in self._fields.items():
@@ -203,12 +222,15 @@ class BatchBuilder:
                 views["mask"][i] = edits.mask
 
 
-def _known_ids(rows: RowColumns) -> list[int]:
-    """The rows' tokens end to end; 0 for one that the host has not read."""
+def _known_ids(plan: StepPlan) -> list[int]:
+    """The rows' tokens end to end, guesses included; 0 for one that the host has not read."""
     ids: list[int] = []
-    for seq, start, q_len in zip(rows.seqs, rows.starts, rows.q_lens, strict=True):
+    rows, drafts = plan.columns, plan.drafts
+    for i, (seq, start, q_len) in enumerate(zip(rows.seqs, rows.starts, rows.q_lens, strict=True)):
         known = seq.token_ids
-        if q_len == 1:
+        if i in drafts:
+            ids += (known[start], *drafts[i])
+        elif q_len == 1:
             ids.append(known[start] if start < len(known) else 0)
         else:
             ids += known[start : start + q_len]

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.errors import ConfigError, InvariantError
 
-type StepKind = Literal["decode", "mixed"]
+type StepKind = Literal["decode", "mixed", "draft"]
 type SamplerKind = Literal["greedy", "sampled", "full", "scored"]
 
 MAX_SCORED_TOKENS = 256  # of a step that scores a prompt: each has a row of logits
@@ -27,6 +28,7 @@ _SIZES: dict[str, tuple[_Sizes, _Sizes, tuple[SamplerKind, ...]]] = {
 }
 _TOKENS_OF_FEW = (128, 256, 512)  # on a GPU: a short prompt alone need not sample for all rows
 _FEW_SEQS = 16
+_DRAFT_TOKENS = (8, 16, 32, 64, 128)
 # what may stand in for a sampler that a size was not compiled with, cheapest first
 _STAND_INS: dict[SamplerKind, tuple[SamplerKind, ...]] = {
     "greedy": ("greedy", "sampled", "full"),
@@ -41,6 +43,7 @@ class Bucket:
     """One padded size of a ragged batch.
 
     `scored` is `full` with the logits of every token (prompt logprobs): `num_tokens` stays small.
+    A `draft` step samples at every token of its decodes and drafts.
     """
 
     kind: StepKind
@@ -50,7 +53,13 @@ class Bucket:
 
     @property
     def num_logits(self) -> int:
-        return self.num_tokens if self.sampler == "scored" else self.num_seqs
+        is_whole = self.sampler == "scored" or self.kind == "draft"
+        return self.num_tokens if is_whole else self.num_seqs
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are sampled, padding included."""
+        return self.num_tokens if self.kind == "draft" else self.num_seqs
 
     @property
     def forward_name(self) -> str:
@@ -60,7 +69,7 @@ class Bucket:
     @property
     def sample_name(self) -> str:
         """Names the program that samples from the logits."""
-        return f"sample {self.sampler} {self.num_seqs} {self.num_logits}"
+        return f"sample {self.sampler} {self.num_samples} {self.num_logits}"
 
 
 class BucketLadder:
@@ -85,6 +94,8 @@ class BucketLadder:
         """
         num_tokens, num_seqs, sampler = plan.num_tokens, plan.num_rows, sampler_of(plan)
         kinds: tuple[StepKind, ...] = ("decode", "mixed") if num_tokens == num_seqs else ("mixed",)
+        if plan.drafts:
+            kinds = ("draft",)
         for kind in kinds:
             fitting = [
                 step
@@ -119,6 +130,7 @@ def default_ladder(
     max_num_batched_tokens: int,
     batch_buckets: tuple[int, ...] = (),
     token_buckets: tuple[int, ...] = (),
+    speculation: Speculation | None = None,
 ) -> BucketLadder:
     """Sizes for a platform: on a CPU few, on a GPU padding is 5 to 10 % of a mixed step's tokens.
 
@@ -127,6 +139,7 @@ def default_ladder(
     Args:
         batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.
         token_buckets: tokens of mixed steps, likewise.
+        speculation: adds sizes for steps with drafts.
     """
     if platform not in _SIZES:
         raise ConfigError(f"platform is {platform!r}, allowed are cpu and gpu")
@@ -139,6 +152,12 @@ def default_ladder(
         buckets += [Bucket("decode", name, n, n) for n in seqs]
         buckets += [Bucket("mixed", name, n, min(n, max_num_seqs)) for n in tokens]
         buckets += [Bucket("mixed", name, n, min(_FEW_SEQS, max_num_seqs)) for n in few]
+    if speculation is not None:
+        rows = min(speculation.max_rows, max_num_seqs)
+        most = min(rows * (1 + speculation.num_speculative_tokens), max_num_batched_tokens)
+        drafts = [(n, min(n, rows)) for n in _cut(_DRAFT_TOKENS, most)]
+        # rows that need the full sampler draft nothing: on a CPU it stands in for `sampled`
+        buckets += [Bucket("draft", name, n, s) for name in samplers[:2] for n, s in drafts]
     scored = _cut((64, MAX_SCORED_TOKENS), min(max_num_batched_tokens, MAX_SCORED_TOKENS))
     buckets += [Bucket("mixed", "scored", n, min(n, max_num_seqs)) for n in scored]
     return BucketLadder(buckets)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.policies import PolicyName
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import ConfigError, InvariantError
@@ -21,10 +22,11 @@ class SchedulerLimits:
     reserve_full_prompt: bool  # admit a sequence only when all its known tokens find pages
     reserve_whole_answer: bool = False  # and all it may sample too: nothing is ever preempted
     scheduling_policy: PolicyName = "fcfs"
+    speculation: Speculation | None = None  # None drafts nothing
 
     def __post_init__(self):
         for f in fields(self):
-            if f.name == "scheduling_policy":
+            if f.name in ("scheduling_policy", "speculation"):
                 continue
             least = 0 if f.type is bool or f.name == "long_prefill_token_threshold" else 1
             if getattr(self, f.name) < least:
@@ -43,7 +45,10 @@ class SchedulerLimits:
         return min(seq.num_prompt_tokens + max_tokens, self.max_model_len) - 1
 
 
-def stop_cause(seq: Sequence) -> tuple[str, int | None] | None:
+type StopCause = tuple[str, int | None]
+
+
+def stop_cause(seq: Sequence) -> StopCause | None:
     """Why a sequence ends with the token just appended: finish reason and stopping token id.
 
     The token id is None where an end-of-text token or the length ended it; the result is None where

@@ -113,7 +113,7 @@ def _forward_shapes(bucket: Bucket, pages_per_seq: int) -> list[_Shape]:
 
 
 def _sample_shapes(bucket: Bucket, vocab: int) -> list[_Shape]:
-    seqs = bucket.num_seqs
+    seqs = bucket.num_samples
     shapes: list[_Shape] = [
         _shape("sample_slots", "int32", seqs),  # `seq_slots` once more
     ]

@@ -1,11 +1,15 @@
 """A step as the scheduler decides it."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from jaxpaged.core.sequence import Sequence
+
+type Sampled = int | Seq[int] | None
+"""What a row sampled: a token, those of a row with a draft, None where it is too early."""
 
 
 class PlannedRow(NamedTuple):
@@ -52,11 +56,13 @@ class StepPlan:
     """Which sequences compute how many tokens in a step. Nobody changes its columns.
 
     `slot_resets` are the slots whose `output_counts` must be set before the step, each with the
-    sequence's tokens and the length of its prompt.
+    sequence's tokens and the length of its prompt. `drafts` are guessed tokens by row, counted in
+    its `q_len`: such a row samples at every token, and all rows of the step are decodes.
     """
 
     columns: RowColumns = field(default_factory=RowColumns)
     slot_resets: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
     @classmethod
     def of(cls, rows: Iterable[PlannedRow]) -> "StepPlan":
@@ -104,6 +110,8 @@ class PlanDraft:
 
     cap: int
     plain_cap: int
+    most_scored: int  # tokens of a step in which a row wants prompt logprobs
+    most_of_one: int  # tokens of one sequence; 0 is no limit
     num_tokens: int = 0
     order: list[Sequence] = field(default_factory=list[Sequence])  # running ones, by policy
     rows: RowColumns = field(default_factory=RowColumns)
@@ -111,5 +119,26 @@ class PlanDraft:
         default_factory=list[tuple[int, tuple[int, ...], int]]
     )
     next: Sequence | None = None  # waiting sequence that was last looked at
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    speculates: bool = False  # rows may be given drafts
     has_preempted: bool = False
     left_out_scored: bool = False
+
+    def choose_q_len(self, seq: Sequence, start: int) -> int:
+        """Tokens to compute of a sequence from `start` on, 0 or less for none in this step."""
+        pending = len(seq.token_ids) + seq.num_in_flight - start
+        if start + pending > seq.num_needed_tokens:
+            pending = seq.num_needed_tokens - start
+        if pending <= 0 or (seq.num_in_flight and seq.needs_read_tokens):
+            return 0
+        wants_scores = seq.request.params.prompt_logprobs is not None
+        if wants_scores and start < seq.num_prompt_tokens - 1:
+            cap = min(self.cap, self.most_scored)
+            if self.num_tokens >= cap:
+                self.left_out_scored = True
+                return 0
+            self.cap = self.plain_cap = cap
+        room = self.plain_cap - self.num_tokens
+        if pending == 1:
+            return 1 if room > 0 else 0
+        return min(pending, room, self.most_of_one or pending)

@@ -20,7 +20,7 @@ import msgspec
 
 from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.plan import StepPlan
+from jaxpaged.core.plan import Sampled, StepPlan
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
@@ -79,7 +79,7 @@ class RecordedScheduler:
         self._file.flush()
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Seq[int | None]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[Sequence]:
         self._write("commit", plan=self._plans.pop(id(plan)), sampled=sampled)
         return self._scheduler.commit(plan, sampled)
 

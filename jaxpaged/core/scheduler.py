@@ -3,13 +3,14 @@
 import time
 from collections.abc import Sequence as Seq
 
-from jaxpaged.core.limits import SchedulerLimits, check_states, stop_cause
+from jaxpaged.core.limits import SchedulerLimits, StopCause, check_states, stop_cause
 from jaxpaged.core.logit_edits import check_edits
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.plan import PlanDraft, PlannedRow, StepPlan
+from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
 from jaxpaged.core.policies import make_policy
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.core.speculator import Speculator, take_verified
 from jaxpaged.core.trace import Trace, WaitCause, note_plan, wait_cause
 from jaxpaged.errors import InvariantError, PromptTooLong, RequestError
 
@@ -30,6 +31,7 @@ class Scheduler:
         self._scored_was_left_out = False
         self.wait_cause: WaitCause = "line"  # why the last plan admitted nobody further
         self.traces: dict[int, Trace] = {}  # by seq_id, of those that are to be explained
+        self._speculator = Speculator(limits.speculation)
 
     @property
     def num_running(self) -> int:
@@ -105,7 +107,9 @@ class Scheduler:
         cap = plain_cap = self.limits.max_num_batched_tokens
         if self._scored_was_left_out:
             plain_cap = max(1, min(cap, self.limits.max_num_scored_tokens) // 2)
-        draft = PlanDraft(cap, plain_cap)
+        most = self.limits.max_num_scored_tokens, self.limits.long_prefill_token_threshold
+        draft = PlanDraft(cap, plain_cap, *most)
+        self._speculator.begin_step(draft, self._running.values(), bool(self._waiting))
         self._plan_running(draft)
         if self._waiting and not draft.has_preempted:
             self._plan_waiting(draft)
@@ -115,14 +119,16 @@ class Scheduler:
         if self.traces:
             note_plan(self.traces, draft, self.wait_cause, self.pool.page_size, self.limits)
         self._waiting.served(draft.rows)
-        return StepPlan(draft.rows, tuple(draft.slot_resets))
+        return StepPlan(draft.rows, tuple(draft.slot_resets), draft.drafts)
 
-    def commit(self, plan: StepPlan, sampled: Seq[int | None]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[Sequence]:
         """Take in what a step sampled, one entry a row; what a row samples too early is None.
 
         Returns the sequences that got a token or finished. Rows of sequences that finished
         meanwhile are ignored.
         """
+        if plan.drafts:
+            return [self._settle(*done) for done in take_verified(plan, sampled)]
         page_size, finished, rows = self.pool.page_size, SeqState.FINISHED, plan.columns
         changed: list[Sequence] = []
         for i, (seq, samples, token) in enumerate(
@@ -131,7 +137,7 @@ class Scheduler:
             if seq.state is finished:
                 continue
             if samples:
-                if token is None:
+                if not isinstance(token, int):
                     raise InvariantError(f"sequence {seq.seq_id}: its step sampled no token")
                 seq.token_ids.append(token)
                 seq.num_in_flight -= 1
@@ -140,10 +146,9 @@ class Scheduler:
             if num_done // page_size > seq.num_registered_pages:
                 self._register(seq, rows.num_preemptions[i], num_done)
             if samples:
-                if token in seq.stop_ids or len(seq.token_ids) > seq.num_needed_tokens:
-                    cause = stop_cause(seq)
-                    if cause:
-                        self.finish(seq, *cause)
+                ends = token in seq.stop_ids or len(seq.token_ids) > seq.num_needed_tokens
+                if ends and (cause := stop_cause(seq)):
+                    self.finish(seq, *cause)
             elif not seq.request.max_tokens and num_done == seq.num_prompt_tokens:
                 self.finish(seq, "length", None)
                 changed.append(seq)
@@ -160,6 +165,14 @@ class Scheduler:
         self.cache.check()
         check_states(self.running, list(self._waiting), self._free_slots, self.limits.max_num_seqs)
 
+    def _settle(self, row: PlannedRow, num_done: int, cause: StopCause | None) -> Sequence:
+        """What follows from tokens that a step with drafts gave."""
+        if num_done // self.pool.page_size > row.seq.num_registered_pages:
+            self._register(row.seq, row.num_preemptions, num_done)
+        if cause:
+            self.finish(row.seq, *cause)
+        return row.seq
+
     def _plan_running(self, draft: PlanDraft) -> None:
         """Rows of the sequences that hold pages, the last to give way first."""
         page_size, running, rows = self.pool.page_size, SeqState.RUNNING, draft.rows
@@ -174,6 +187,7 @@ class Scheduler:
                 or start >= len(seq.page_ids) * page_size
                 or seq.needs_read_tokens
                 or slot is None
+                or draft.speculates
             ):
                 self._plan_running_one(seq, start, draft)
             elif start < seq.num_needed_tokens and draft.num_tokens < draft.plain_cap:
@@ -189,15 +203,18 @@ class Scheduler:
 
     def _plan_running_one(self, seq: Sequence, start: int, draft: PlanDraft) -> None:
         """A row for a sequence that holds pages, and more pages if it needs them."""
-        q_len = self._choose_q_len(seq, start, draft)
+        guessed = self._speculator.draft(seq, draft, self.pool) if draft.speculates else ()
+        q_len = draft.choose_q_len(seq, start)
         if q_len <= 0:
             return
-        missing = self.pool.pages_for(start + q_len) - len(seq.page_ids)
+        missing = self.pool.pages_for(start + q_len + len(guessed)) - len(seq.page_ids)
         if missing > 0:
             if not self._make_room(seq, missing, draft):
                 return
             seq.page_ids += self.pool.take(missing)
-        self._add_row(seq, q_len, draft)
+        if guessed:
+            draft.drafts[len(draft.rows)] = guessed
+        self._add_row(seq, q_len, draft, len(guessed))
 
     def _plan_waiting(self, draft: PlanDraft) -> None:
         """Admit waiting sequences while there are tokens, slots and pages; none is passed over."""
@@ -210,7 +227,7 @@ class Scheduler:
                 claimed = self._claimed_pages()
             found = self._find_cached(seq)
             start = len(found) * self.pool.page_size
-            q_len = self._choose_q_len(seq, start, draft)
+            q_len = draft.choose_q_len(seq, start)
             if q_len <= 0 or not self._fits(seq, found, start + q_len, claimed):
                 break
             self._admit(seq, found, start + q_len, draft)
@@ -218,30 +235,12 @@ class Scheduler:
             if self.limits.reserves:
                 claimed += self._pages_to_come(seq)
 
-    def _choose_q_len(self, seq: Sequence, start: int, draft: PlanDraft) -> int:
-        """Tokens to compute from `start` on, 0 or less for none in this step."""
-        pending = len(seq.token_ids) + seq.num_in_flight - start
-        if start + pending > seq.num_needed_tokens:
-            pending = seq.num_needed_tokens - start
-        if pending <= 0 or (seq.num_in_flight and seq.needs_read_tokens):
-            return 0
-        wants_scores = seq.request.params.prompt_logprobs is not None
-        if wants_scores and start < seq.num_prompt_tokens - 1:
-            cap = min(draft.cap, self.limits.max_num_scored_tokens)
-            if draft.num_tokens >= cap:
-                draft.left_out_scored = True
-                return 0
-            draft.cap = draft.plain_cap = cap
-        room = draft.plain_cap - draft.num_tokens
-        if pending == 1:
-            return 1 if room > 0 else 0
-        return min(pending, room, self.limits.long_prefill_token_threshold or pending)
-
-    def _add_row(self, seq: Sequence, q_len: int, draft: PlanDraft) -> None:
+    def _add_row(self, seq: Sequence, q_len: int, draft: PlanDraft, num_guessed: int = 0) -> None:
         start, slot = seq.num_computed_tokens, seq.slot
         assert slot is not None
         is_last = start + q_len == len(seq.token_ids) + seq.num_in_flight
         samples = is_last and seq.request.max_tokens > 0
+        q_len += num_guessed
         draft.rows.add(PlannedRow(seq, slot, start, q_len, samples, seq.num_preemptions))
         draft.num_tokens += q_len
         seq.num_computed_tokens = start + q_len

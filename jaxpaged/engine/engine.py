@@ -8,6 +8,7 @@ pass has: its mask depends on the tokens that are read meanwhile.
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxpaged.engine.explain import Explanations
 from jaxpaged.engine.grammar_rows import GrammarRows
 from jaxpaged.engine.runner import PendingStep, Runner, StepResult
 from jaxpaged.engine.stream import Stream
+from jaxpaged.engine.verification import verify
 from jaxpaged.metrics import EngineLoad, EngineMetrics
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -153,7 +155,10 @@ class Engine:
         return batch
 
     def _commit(self, step: _InFlight) -> list[TokenEvent]:
-        result = self.runner.read(step.pending)
+        result, verified = self.runner.read(step.pending), None
+        if step.plan.drafts:
+            result, verified = verify(step.plan, result)
+            self.metrics.drafted(list(verified.token_ids.values()), verified.num_guessed)
         now = time.monotonic()
         rows = step.plan.rows
         live = [
@@ -164,6 +169,8 @@ class Engine:
         events = self._fail_not_finite(live, result)
         token_ids = result.token_ids.tolist()
         sampled = [token_ids[i] if row.samples else None for i, row in enumerate(rows)]
+        if verified is not None:
+            sampled = verified.sampled(step.plan, result)
         self.scheduler.commit(step.plan, sampled)
         offsets = _token_offsets(rows)
         gaps: Counter[float | None] = Counter()
@@ -172,7 +179,8 @@ class Engine:
             if stream is None:
                 continue
             stream.take_scores(row, offsets[i], result)
-            event = self._event(stream, i, row, num_before, offsets[i], result)
+            guessed = () if verified is None else verified.logprobs.get(i, ())[1:]
+            event = self._event(stream, i, row, num_before, offsets[i], result, guessed)
             if event is not None:
                 if event.token_ids:
                     gaps[self._gap(stream, now)] += 1
@@ -212,8 +220,12 @@ class Engine:
         num_before: int,
         offset: int,
         result: StepResult,
+        guessed: Seq[float],
     ) -> TokenEvent | None:
-        """What this row's step gave its sequence, or None where only part of a prompt was done."""
+        """What this row's step gave its sequence, or None where only part of a prompt was done.
+
+        `guessed` are the logprobs of its tokens after the first.
+        """
         seq = stream.seq
         new = tuple(seq.token_ids[num_before:])
         if not new and not stream.is_finished:
@@ -223,6 +235,8 @@ class Engine:
         if error is not None:
             return stream.event((), "", None, error=error)
         text, stopped_by = stream.text(new)
+        if len(new) > 1:
+            new = stream.take_guessed(new, guessed, num_before, is_stopped=stopped_by is not None)
         if stopped_by is not None and stream.is_finished:
             seq.finish_reason, seq.stop_reason = "stop", stopped_by
         elif stopped_by is not None:

@@ -115,6 +115,8 @@ def build_engine(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
     )
+    if config.scheduler.speculation is not None:
+        metrics.enable_speculation(config.scheduler.speculation.num_speculative_tokens)
     engine = Engine(
         runner,
         parts.scheduler,
@@ -170,6 +172,7 @@ def _device_side(
         reserve_full_prompt=sched.scheduler_reserve_full_isl,
         reserve_whole_answer=sched.admission == "no-evict",
         scheduling_policy=sched.policy,
+        speculation=sched.speculation,
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool))
     if sched.record is not None:
@@ -183,6 +186,7 @@ def _device_side(
         budget,
         config.compile.batch_buckets,
         config.compile.token_buckets,
+        sched.speculation,
     )
     is_cacheable = attention is None and not processors and config.compile.compile_cache_dir != ""
     folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None

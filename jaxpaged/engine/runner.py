@@ -134,7 +134,7 @@ class Runner:
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step and take its result apart."""
         words = np.asarray(pending.words)
-        seqs = pending.bucket.num_seqs
+        seqs = pending.bucket.num_samples
         head, tail = (
             words[: seqs * STEP_WORDS].reshape(seqs, STEP_WORDS),
             words[seqs * STEP_WORDS :],

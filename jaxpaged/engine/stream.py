@@ -1,6 +1,7 @@
 """What a step gives one sequence: its text, its logprobs, its event."""
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from jaxpaged.core.plan import PlannedRow
@@ -70,6 +71,17 @@ class Stream:
         if stopped_by is None and self.is_finished:
             text += self.detokenizer.flush()
         return text, stopped_by
+
+    def take_guessed(
+        self, new: tuple[int, ...], logprobs: Seq[float], num_before: int, *, is_stopped: bool
+    ) -> tuple[int, ...]:
+        """Count the tokens after the first of a step; those after a stop string are taken back."""
+        if is_stopped and self.detokenizer is not None:
+            num_kept = self.detokenizer.num_tokens - (num_before - self.seq.num_prompt_tokens)
+            new = new[:num_kept]
+            del self.seq.token_ids[num_before + num_kept :]
+        self.cumulative_logprob += sum(logprobs[: len(new) - 1])
+        return new
 
     def event(
         self,

@@ -20,6 +20,7 @@ from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
 from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.core.speculation import count_right
 
 VOCAB = 37
 EOS = 5
@@ -95,6 +96,7 @@ class FakeDevice:
         self.max_num_seqs = max_num_seqs
         self.kv = np.full(num_pages * page_size, -1)
         self.last_token_ids = np.full(max_num_seqs + 1, -1)
+        self.pick = pick
         self.sampled: list[Counter] = [Counter() for _ in range(max_num_seqs + 1)]
 
     def run(self, plan: StepPlan, batch: HostBatch) -> list[int]:
@@ -111,15 +113,19 @@ class FakeDevice:
         assert not views["slot_mapping"][num_tokens:].any(), "padding must write to the null page"
         assert (views["slot_mapping"][:num_tokens] >= self.page_size).all()
         self.kv[views["slot_mapping"][:num_tokens]] = tokens
-        return [self._sample(views, batch.bucket.sampler, i) for i in range(len(plan.rows))]
+        sampler = batch.bucket.sampler
+        if batch.bucket.kind == "draft":
+            ends = views["positions"][:num_tokens] + 1
+            return [self._sample(views, sampler, t, i, ends[t]) for t, i in enumerate(row_of_token)]
+        ends = views["kv_lens"]
+        return [self._sample(views, sampler, i, i, ends[i]) for i in range(len(plan.rows))]
 
-    def _sample(self, views, sampler, i):
-        places = np.arange(views["kv_lens"][i])
-        pages = views["page_table"][i, places // self.page_size]
+    def _sample(self, views, sampler, i, row, end):
+        places = np.arange(end)
+        pages = views["page_table"][row, places // self.page_size]
         prefix = self.kv[pages * self.page_size + places % self.page_size]
         assert (prefix >= 0).all(), "a row sees a place that was never written"
-        slot = views["seq_slots"][i]
-        assert slot < self.max_num_seqs
+        slot = views["sample_slots"][i]
         bias, allowed, penalty = [], np.arange(VOCAB), 0.0
         if sampler in ("full", "scored"):
             used = views["bias_ids"][i] < VOCAB
@@ -127,14 +133,16 @@ class FakeDevice:
             words = views["mask"][i].view(np.uint8)
             allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")[:VOCAB])
             penalty = views["presence_penalty"][i]
-        token = pick(prefix.tolist(), bias, allowed, penalty, self.sampled[slot])
+        token = self.pick(prefix.tolist(), bias, allowed, penalty, self.sampled[slot])
         self.last_token_ids[slot] = token
         if sampler in ("full", "scored") and views["counts_row"][i]:
             self.sampled[slot][token] += 1
         return token
 
 
-def generate_alone(request: Request, max_model_len: int) -> tuple[list[int], str, int | None]:
+def generate_alone(
+    request: Request, max_model_len: int, pick=pick
+) -> tuple[list[int], str, int | None]:
     """What a request gets without pages, batches or a scheduler: tokens and how it ended."""
     params, tokens = request.params, list(request.prompt_token_ids)
     num_prompt = len(tokens)
@@ -172,7 +180,8 @@ class Loop:
         limits, pool = self.scheduler.limits, self.scheduler.pool
         width = -(-limits.max_model_len // pool.page_size)
         self.builder = BatchBuilder(width, pool.page_size, limits.max_num_seqs, VOCAB, {})
-        self.ladder = default_ladder("cpu", limits.max_num_seqs, limits.max_num_batched_tokens)
+        sizes = limits.max_num_seqs, limits.max_num_batched_tokens
+        self.ladder = default_ladder("cpu", *sizes, speculation=limits.speculation)
         self.device = FakeDevice(pool.num_pages, pool.page_size, limits.max_num_seqs, width)
 
     def step(self) -> list[Sequence]:
@@ -195,8 +204,10 @@ class Loop:
     def commit(self) -> list[Sequence]:
         plan, tokens = self.in_flight.popleft()
         sampled = [
-            token if row.samples else None for row, token in zip(plan.rows, tokens, strict=True)
+            token if row.samples else None for row, token in zip(plan.rows, tokens, strict=False)
         ]
+        if plan.drafts:
+            sampled = _verified(plan, tokens)
         return self.scheduler.commit(plan, sampled)
 
     def run(self, seqs=(), max_steps=2000) -> None:
@@ -208,6 +219,16 @@ class Loop:
                 return
             self.step()
         raise AssertionError(f"still {self.scheduler.num_running} running after {max_steps} steps")
+
+
+def _verified(plan: StepPlan, tokens: list[int]) -> list[int | list[int]]:
+    sampled, first = [], 0
+    for i, row in enumerate(plan.rows):
+        drafted, own = plan.drafts.get(i), tokens[first : first + row.q_len]
+        first += row.q_len
+        right = count_right(drafted or (), own)
+        sampled.append(own[0] if drafted is None else own[: right + 1])
+    return sampled
 
 
 def outcome(seq: Sequence) -> tuple[list[int], str | None, int | str | None]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.config.flags import config_from_keywords
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.core.limits import SchedulerLimits
@@ -35,6 +36,7 @@ LADDER = BucketLadder(
         Bucket("mixed", "full", 32, 4),
         Bucket("mixed", "full", 256, 4),
         Bucket("mixed", "scored", 64, 4),
+        Bucket("draft", "full", 16, 4),
     ]
 )
 
@@ -62,6 +64,7 @@ class TinyEngine:
     hash_bits: int = 256
     reserve_full_prompt: bool = False
     poison: bool = True
+    speculation: Speculation | None = None
     engine: Engine = field(init=False)
 
     def __post_init__(self):
@@ -77,6 +80,7 @@ class TinyEngine:
             long_prefill_token_threshold=0,
             max_num_scored_tokens=64,
             reserve_full_prompt=self.reserve_full_prompt,
+            speculation=self.speculation,
         )
         self.engine = Engine(
             runner,

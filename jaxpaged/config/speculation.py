@@ -1,0 +1,72 @@
+"""How tokens are guessed ahead: vLLM's `speculative_config`."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxpaged.errors import ConfigError
+
+MAX_DRAFT_ROWS = 32  # with more rows a step is no longer bound by reading the weights
+MAX_DRAFT_TOKENS = 256  # of a step with drafts: each has a row of logits
+DEFAULT_LOOKUP = 5  # vLLM's
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How drafts are made; names are vLLM's."""
+
+    method: str  # `ngram`: look up how the text went on after the same tokens
+    num_speculative_tokens: int  # at most
+    prompt_lookup_max: int  # longest and shortest run of tokens that is looked up
+    prompt_lookup_min: int
+
+    def __post_init__(self):
+        if self.method != "ngram":
+            raise ConfigError(f"speculative_config: method is {self.method!r}, served is 'ngram'")
+        for name, most in (("num_speculative_tokens", 31), ("prompt_lookup_max", 32)):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise ConfigError(f"speculative_config: {name} is {value}, allowed are 1 to {most}")
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min is {self.prompt_lookup_min}, allowed are 1 "
+                f"to prompt_lookup_max of {self.prompt_lookup_max}"
+            )
+
+    @property
+    def max_rows(self) -> int:
+        """Running sequences above which nothing is drafted."""
+        return min(MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS // (1 + self.num_speculative_tokens))
+
+
+def speculation_from(given: dict[str, Any]) -> Speculation | None:
+    """The operator's object with vLLM's defaults; None for an empty one.
+
+    Raises:
+        ConfigError: an unknown or missing name, or a value that cannot work.
+    """
+    if not given:
+        return None
+    known = [f.name for f in fields(Speculation)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigError(f"speculative_config has {', '.join(unknown)}, known are {known}")
+    for name in ("method", "num_speculative_tokens"):
+        if name not in given:
+            raise ConfigError(f"speculative_config lacks {name}, as in {_EXAMPLE}")
+    longest = given.get("prompt_lookup_max", given.get("prompt_lookup_min", DEFAULT_LOOKUP))
+    shortest = given.get("prompt_lookup_min", longest)
+    sizes = {
+        "num_speculative_tokens": given["num_speculative_tokens"],
+        "prompt_lookup_max": longest,
+        "prompt_lookup_min": shortest,
+    }
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"speculative_config: {name} is {value!r}, must be a whole number")
+    return Speculation(given["method"], **sizes)
+
+
+_EXAMPLE = (
+    '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, '
+    '"prompt_lookup_min": 2}'
+)

@@ -1,0 +1,147 @@
+"""Who guesses how many tokens, and which: runs of tokens looked up in the sequence's own text."""
+
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+from jaxpaged.config.speculation import Speculation
+from jaxpaged.core.limits import StopCause, stop_cause
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
+from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.core.speculation import BEGIN, GO_ON, best_length
+from jaxpaged.errors import InvariantError
+
+TOKENS_A_STEP = 2048  # of a text that are looked through in one step, so that none takes long
+MEMORY = 0.8  # weight of the past in the rate of right guesses
+
+
+class _Text:
+    """What is known of one sequence's tokens: where each run of them last ended."""
+
+    __slots__ = ("_longest", "_places", "_shortest", "guess", "num_seen", "rate", "seq")
+
+    def __init__(self, seq: Sequence, shortest: int, longest: int):
+        self.seq = seq
+        self.num_seen = 0
+        self.rate = 0.0  # of tokens that were guessed right, recent ones counting more
+        self.guess = -1  # the place whose token is expected next; -1 where nothing was found
+        self._shortest, self._longest = shortest, longest
+        self._places: dict[tuple[int, ...], int] = {}
+
+    def read(self) -> bool:
+        """Look through the new tokens, at most TOKENS_A_STEP; whether that was all."""
+        ids, places, shortest = self.seq.token_ids, self._places, self._shortest
+        num_prompt, guess, rate = self.seq.num_prompt_tokens, self.guess, self.rate
+        end = min(len(ids), self.num_seen + TOKENS_A_STEP)
+        for i in range(self.num_seen, end):
+            if i >= num_prompt:
+                hit = guess >= 0 and ids[guess] == ids[i]
+                rate = MEMORY * rate + (1.0 - MEMORY) * hit
+            guess = -1
+            for length in range(min(self._longest, i + 1), shortest - 1, -1):
+                run = tuple(ids[i + 1 - length : i + 1])
+                if guess < 0:
+                    guess = places.get(run, -1)
+                places[run] = i + 1
+        self.num_seen, self.guess, self.rate = end, guess, rate
+        return end == len(ids)
+
+    def continuation(self, length: int) -> tuple[int, ...]:
+        """The tokens that came after the last run like the present one, repeated at the end."""
+        ids, guess = self.seq.token_ids, self.guess
+        if guess < 0:
+            return ()
+        period = len(ids) - guess
+        return tuple([ids[guess + i % period] for i in range(length)])
+
+
+class Speculator:
+    """Chooses, for every sequence and step, how many tokens to guess. Owned by the scheduler.
+
+    Without settings it guesses nothing.
+    """
+
+    def __init__(self, settings: Speculation | None):
+        self._most = 0 if settings is None else settings.num_speculative_tokens
+        self._max_rows = 0 if settings is None else settings.max_rows
+        self._shortest = 0 if settings is None else settings.prompt_lookup_min
+        self._longest = 0 if settings is None else settings.prompt_lookup_max
+        self._texts: dict[int, _Text] = {}
+        self._num_rows = 0
+
+    def begin_step(
+        self, draft: PlanDraft, running: Collection[Sequence], has_waiting: bool
+    ) -> None:
+        """Settle whether the step may hold drafts: few rows, all of them plain decodes."""
+        if self._max_rows:
+            self._num_rows = len(running)
+            draft.speculates = self._may_draft(running) and not has_waiting
+
+    def _may_draft(self, running: Collection[Sequence]) -> bool:
+        # of a row with edits or a grammar the logits at a guess depend on the guesses before it
+        if len(running) > self._max_rows or any(
+            seq.sampler_level > 1 or seq.request.grammar is not None for seq in running
+        ):
+            if self._texts:
+                self._forget(self._texts)
+            return False
+        if len(self._texts) > 2 * self._max_rows:
+            ended = SeqState.FINISHED
+            self._forget([i for i, text in self._texts.items() if text.seq.state is ended])
+        return all(seq.num_pending_tokens <= 1 and seq.request.max_tokens for seq in running)
+
+    def draft(self, seq: Sequence, draft: PlanDraft, pool: PagePool) -> tuple[int, ...]:
+        """Tokens that may come after the sequence's last, as many as limits and free pages allow.
+
+        Settles whether the sequence's next step is to wait until its last one has been read.
+        """
+        text = self._texts.get(seq.seq_id)
+        if text is None:
+            text = self._texts[seq.seq_id] = _Text(seq, self._shortest, self._longest)
+        is_up_to_date = text.read()
+        limit = GO_ON if seq.needs_read_tokens else BEGIN
+        length = best_length(round(text.rate, 2), self._num_rows, self._most, limit)
+        seq.needs_read_tokens = length > 0
+        if seq.num_in_flight or not is_up_to_date:
+            return ()
+        end = min(seq.num_needed_tokens, (len(seq.page_ids) + pool.num_free) * pool.page_size)
+        room = min(end - len(seq.token_ids), draft.plain_cap - draft.num_tokens - 1)
+        return text.continuation(min(length, room))
+
+    def _forget(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in list(seq_ids):
+            seq = self._texts.pop(seq_id).seq
+            seq.needs_read_tokens = bool(seq.request.banned_runs)
+
+
+type _Verified = tuple[PlannedRow, int, StopCause | None]
+
+
+def take_verified(plan: StepPlan, sampled: Seq[Sampled]) -> Iterator[_Verified]:
+    """Append what the rows of a step with drafts sampled, up to a token that ends the sequence.
+
+    Yields of every row how many leading tokens have KV, and why its sequence ends, as `stop_cause`
+    says it. Sequences that have finished meanwhile are left out.
+    """
+    for row, tokens in zip(plan.rows, sampled, strict=True):
+        if row.seq.state is not SeqState.FINISHED:
+            yield row, *_append(row.seq, row.start, tokens)
+
+
+def _append(seq: Sequence, start: int, tokens: Sampled) -> tuple[int, StopCause | None]:
+    new = [tokens] if isinstance(tokens, int) else tokens
+    if not new:
+        raise InvariantError(f"sequence {seq.seq_id}: its step sampled no token")
+    seq.num_in_flight -= 1
+    num_done, cause = start, None
+    for token in new:
+        seq.token_ids.append(token)
+        num_done += 1
+        if token in seq.stop_ids or len(seq.token_ids) > seq.num_needed_tokens:
+            cause = stop_cause(seq)
+            if cause:
+                break
+    if not isinstance(tokens, int):
+        # fewer than planned where a guess was wrong; none where its pages went meanwhile
+        seq.num_computed_tokens = min(seq.num_computed_tokens, num_done)
+    return num_done, cause

@@ -1,0 +1,167 @@
+import zlib
+
+import numpy as np
+import pytest
+
+from jaxpaged.config.speculation import Speculation
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.recording import RecordedScheduler, replay
+from jaxpaged.core.speculation import best_length, count_right
+from tests.core.fake_device import (
+    Loop,
+    generate_alone,
+    make_limits,
+    make_scheduler,
+    make_sequence,
+    outcome,
+    pick,
+)
+
+SPECULATION = Speculation("ngram", 3, 3, 1)
+
+
+def pick_again(prefix, *edits):
+    """Mostly a function of the last token, so that texts repeat; now and then of all of them."""
+    depends_on_all = zlib.crc32(repr(list(prefix)).encode()) % 16 == 0
+    return pick(prefix if depends_on_all else prefix[-1:], *edits)
+
+
+def run_all(seqs, *, pick=pick_again, scheduler=None, **limits):
+    """Run sequences to their end on a device that samples with `pick`; how many were guessed."""
+    limits = {"speculation": SPECULATION, "max_model_len": 160} | limits
+    scheduler = scheduler or make_scheduler(num_pages=limits.pop("num_pages", 81), **limits)
+    loop, guessed = Loop(scheduler), []
+    loop.device.pick = pick
+    run = loop.device.run
+
+    def watched(plan, batch):
+        guessed.extend(plan.drafts.values())
+        return run(plan, batch)
+
+    loop.device.run = watched
+    loop.run(seqs)
+    assert scheduler.pool.num_held == 0
+    return guessed
+
+
+def some_sequences(count=3, seed=0, **fields):
+    rng = np.random.default_rng(seed)
+    return [
+        make_sequence(i, rng.integers(6, 37, rng.integers(1, 12)).tolist(), 60, **fields)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_num_batched_tokens": 5},
+        {"num_pages": 22, "max_num_seqs": 3},  # some are preempted while guesses are checked
+        {"enable_prefix_caching": False, "page_size": 1, "num_pages": 250},
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_guessing_changes_no_token(seed, limits):
+    seqs = some_sequences(seed=seed)
+    guessed = run_all(seqs, **limits)
+    assert len(guessed) > 5
+    for seq in seqs:
+        assert outcome(seq) == generate_alone(seq.request, 160, pick_again)
+
+
+def test_preemption_is_met_while_guesses_are_checked():
+    scheduler = make_scheduler(num_pages=18, max_num_seqs=3, speculation=SPECULATION)
+    run_all(some_sequences(), scheduler=scheduler)
+    assert scheduler.num_preemptions
+
+
+def test_a_sequence_ends_at_a_stop_token_inside_a_draft():
+    params = SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[9])
+    seq = make_sequence(0, [1, 2, 3, 4] * 4, 60, params=params)
+    ring = {1: 2, 2: 3, 3: 4, 4: 1}
+
+    def ring_then_stop(prefix, *edits):
+        return 9 if len(prefix) == 38 else ring.get(prefix[-1], 1)
+
+    guessed = run_all([seq], pick=ring_then_stop)
+    assert guessed
+    assert outcome(seq) == ([1, 2, 3, 4] * 5 + [1, 2, 9], "stop", 9)
+
+
+def test_a_text_that_repeats_takes_few_steps_and_one_that_does_not_takes_no_guess():
+    seq = make_sequence(0, [1, 2, 3, 4] * 4, 60)
+    scheduler = make_scheduler(num_pages=81, speculation=SPECULATION, max_model_len=160)
+    loop = Loop(scheduler)
+    loop.device.pick = lambda prefix, *edits: prefix[-4]
+    loop.run([seq])
+    assert seq.output_token_ids == [1, 2, 3, 4] * 15
+    assert loop.num_steps < 2 * 60 / 4 + 12  # of two calls that plan one finds the row in flight
+    assert not run_all(some_sequences(), pick=pick)
+
+
+def ring_sequences(count, max_tokens=40, **fields):
+    return [make_sequence(i, [1, 2, 3, 4] * 4, max_tokens, **fields) for i in range(count)]
+
+
+def follow_ring(prefix, *edits):
+    return prefix[-4]
+
+
+def test_nothing_is_guessed_beside_a_row_whose_logits_are_edited():
+    params = SamplingParams(temperature=0.0, max_tokens=60, presence_penalty=0.5)
+    beside = make_sequence(9, [7, 8, 9, 10], 60, params=params, eos_token_ids=frozenset())
+    assert not run_all([beside, *ring_sequences(2)], pick=follow_ring)
+    assert run_all(ring_sequences(2), pick=follow_ring)
+
+
+def test_with_many_rows_nothing_is_guessed_and_no_row_waits_for_the_host():
+    speculation = Speculation("ngram", 31, 3, 1)
+    assert speculation.max_rows == 8
+    scheduler = make_scheduler(
+        num_pages=161, max_num_seqs=9, max_num_batched_tokens=256, speculation=speculation
+    )
+    first, *others = ring_sequences(9)
+    loop = Loop(scheduler)
+    loop.device.pick = follow_ring
+    scheduler.add(first)
+    while not first.needs_read_tokens:
+        loop.step()
+    for seq in others:
+        scheduler.add(seq)
+    while scheduler.num_running < 9:
+        loop.step()
+    loop.step()
+    assert not first.needs_read_tokens
+    loop.run()
+    assert all(seq.output_token_ids == [1, 2, 3, 4] * 10 for seq in (first, *others))
+
+
+def test_a_run_with_guesses_is_replayed_to_the_same_plans(tmp_path):
+    file = tmp_path / "run.jsonl"
+    inner = make_scheduler(num_pages=81, speculation=SPECULATION, max_model_len=160)
+    guessed = run_all(some_sequences(), scheduler=RecordedScheduler(inner, file))
+    assert guessed
+    assert replay(file).mismatch is None
+
+
+def test_drafts_grow_with_the_rate_of_right_guesses_and_end_with_many_rows():
+    lengths = [best_length(rate, 1, 5, 1.2) for rate in (0.0, 0.3, 0.5, 0.8, 1.0)]
+    assert lengths[0] == lengths[1] == 0
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 5
+    assert best_length(1.0, 128, 5, 1.2) == 0
+    assert best_length(0.5, 16, 5, 1.2) <= best_length(0.5, 1, 5, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "sampled", "right"),
+    [((1, 2), (1, 2, 3), 2), ((1, 2), (1, 9, 3), 1), ((1, 2), (9, 2, 3), 0), ((), (1,), 0)],
+)
+def test_guesses_count_up_to_the_first_wrong_one(drafted, sampled, right):
+    assert count_right(drafted, sampled) == right
+
+
+def test_limits_without_speculation_guess_nothing():
+    assert make_limits().speculation is None
+    assert not run_all(some_sequences(), speculation=None)
