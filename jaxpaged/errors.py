@@ -10,6 +10,7 @@ JaxPagedError
 │   ├── QueueFull
 │   └── Draining
 ├── RateLimited        a key's own limit                                 HTTP 429, Retry-After
+├── OutOfTime          a request's own timeout_s has passed              HTTP 408
 ├── GenerationFailed   the model failed on this one request              HTTP 500
 ├── EngineStopped      the engine is gone; the cause is in the text      HTTP 500
 └── InvariantError     ours: a bug; the engine stops                     HTTP 500
@@ -77,6 +78,10 @@ class RateLimited(JaxPagedError):
     def __init__(self, message: str, *, retry_after_s: float):
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class OutOfTime(JaxPagedError):
+    """The time that a request gave itself has passed; what it was doing is given up."""
 
 
 class GenerationFailed(JaxPagedError):

@@ -7,33 +7,75 @@ from aiohttp import web
 
 from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.responses.store import ResponseStore
-from server import chat, completions, messages, responses, status, tokens
-from server.auth import KEY_ID, KeyGuard, guard_middleware
+from server import chat, completions, generate, messages, operator, responses, status, tokens
+from server.access_log import log_access
+from server.auth import ApiKey, KeyGuard, guard_middleware, route_name
+from server.cors import Origins
 from server.errors import Handler, errors_as_json
 from server.http_metrics import NOT_COUNTED
-from server.state import SERVER, ServerLimits, ServerState
+from server.openapi import openapi
+from server.state import SERVER, USAGE, ServerLimits, ServerState, payer_of
 
 MAX_REQUEST_ID = 256  # characters of X-Request-Id that are echoed
 
 
 def create_app(
-    engine: ServedEngine, api_keys: Sequence[str] = (), limits: ServerLimits | None = None
+    engine: ServedEngine,
+    api_keys: Sequence[str | ApiKey] = (),
+    limits: ServerLimits | None = None,
 ) -> web.Application:
     """An application over a running engine; `Listener` puts it on a socket."""
     limits = limits or ServerLimits()
     guard = guard_middleware(KeyGuard(api_keys))
+    origins = Origins(limits.allowed_origins)
     app = web.Application(
-        middlewares=[count_requests, errors_as_json, guard],
+        middlewares=[count_requests, errors_as_json, origins.middleware(), guard],
         client_max_size=limits.max_request_bytes,
     )
     app[SERVER] = ServerState(engine, limits)
     app[responses.STORE] = ResponseStore()
     add_routes(app.router)
+    if limits.root_path.strip("/"):
+        add_routes(_Prefixed(app.router, limits.root_path.rstrip("/")))
+
+    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+        """Echo the client's id, tell it what is left of its limits, and let its page read it."""
+        response.headers.update(app[SERVER].rates.headers(*payer_of(request)))
+        response.headers.update(origins.headers(request))
+        given = request.headers.get("X-Request-Id")
+        if given is not None:
+            response.headers["X-Request-Id"] = _printable(given)
+
     app.on_response_prepare.append(add_headers)
     return app
 
 
-def add_routes(router: web.UrlDispatcher) -> None:
+def create_metrics_app(state: ServerState) -> web.Application:
+    """Only `/metrics` and `/health`, without a key: for --metrics-port."""
+    app = web.Application(middlewares=[count_requests, errors_as_json])
+    app[SERVER] = state
+    app.router.add_get("/metrics", status.metrics, name="metrics")
+    app.router.add_get("/health", status.health, name="health")
+    return app
+
+
+class _Prefixed:
+    """A router that puts a prefix before every path and marks every name."""
+
+    def __init__(self, router: web.UrlDispatcher, prefix: str):
+        self._router, self._prefix = router, prefix
+
+    def add_get(self, path: str, handler: Handler, *, name: str) -> object:
+        return self._router.add_get(self._prefix + path, handler, name=f"{name}.root")
+
+    def add_post(self, path: str, handler: Handler, *, name: str) -> object:
+        return self._router.add_post(self._prefix + path, handler, name=f"{name}.root")
+
+    def add_resource(self, path: str, *, name: str) -> web.Resource:
+        return self._router.add_resource(self._prefix + path, name=f"{name}.root")
+
+
+def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     """Every route has a name; `auth.OPEN_ROUTES` names those that need no key."""
     router.add_post("/v1/completions", completions.completions, name="completions")
     router.add_post("/v1/chat/completions", chat.chat_completions, name="chat_completions")
@@ -58,11 +100,20 @@ def add_routes(router: web.UrlDispatcher) -> None:
     router.add_get("/version", status.version, name="version")
     router.add_get("/load", status.load, name="load")
     router.add_get("/metrics", status.metrics, name="metrics")
+    router.add_get("/openapi.json", openapi, name="openapi")
+    router.add_post("/inference/v1/generate", generate.generate, name="generate")
+    path = "/inference/v1/abort_requests"
+    router.add_post(path, operator.abort_requests, name="abort_requests")
+    for handler in (operator.sleep, operator.wake_up, operator.reset_prefix_cache,
+                    operator.start_profile, operator.stop_profile):  # fmt: skip
+        router.add_post(f"/{handler.__name__}", handler, name=handler.__name__)
+    router.add_get("/is_sleeping", operator.is_sleeping, name="is_sleeping")
 
 
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    request.app[SERVER].deadlines.arrived(request.protocol)
+    state = request.app[SERVER]
+    state.deadlines.arrived(request.protocol)
     start = time.monotonic()
     code = 499  # the client left
     try:
@@ -70,19 +121,21 @@ async def count_requests(request: web.Request, handler: Handler) -> web.StreamRe
         code = response.status
         return response
     finally:
-        name = request.match_info.route.name
-        if name is None or name not in NOT_COUNTED:
-            resource = request.match_info.route.resource
-            pattern = "none" if resource is None else resource.canonical
-            seconds = time.monotonic() - start
-            request.app[SERVER].metrics.observe(request.method, pattern, code, seconds)
+        state.deadlines.answered(request.protocol)
+        _note(request, state, code, time.monotonic() - start)
 
 
-async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Echo the client's id, and tell it what is left of its limits."""
-    response.headers.update(request.app[SERVER].key_limits.headers(request.get(KEY_ID, "")))
-    given = request.headers.get("X-Request-Id")
-    if given is not None:
-        response.headers["X-Request-Id"] = (
-            given[:MAX_REQUEST_ID].encode("ascii", "replace").decode()
-        )
+def _note(request: web.Request, state: ServerState, code: int, seconds: float) -> None:
+    resource = request.match_info.route.resource
+    pattern = "none" if resource is None else resource.canonical
+    if route_name(request) not in NOT_COUNTED:
+        state.metrics.observe(request.method, pattern, code, seconds)
+    limits = state.limits
+    if limits.is_logging_access and request.path not in limits.unlogged_paths:
+        usage = request.get(USAGE)
+        tokens = None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+        log_access(request, pattern, code, seconds, tokens)
+
+
+def _printable(request_id: str) -> str:
+    return request_id[:MAX_REQUEST_ID].encode("ascii", "replace").decode()

@@ -6,13 +6,18 @@ from jaxpaged.errors import RequestError
 from jaxpaged.openai.chat import chat_job, client_field, read_chat
 from server.answering import respond
 from server.auth import KEY_ID
-from server.state import SERVER, read_body
+from server.state import SERVER, apply_defaults, read_body
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
-    with server.work(request[KEY_ID]) as usage:
+    with server.work(request) as usage:
         body = read_chat(await read_body(request))
+        apply_defaults(body, server.limits)
+        body.chat_template_kwargs = {
+            **server.limits.template_defaults,
+            **(body.chat_template_kwargs or {}),
+        }
         model = server.check_model(body.model)
         job = await chat_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
         try:

@@ -14,8 +14,9 @@ from jaxpaged.engine.remote import WORKER, RemoteLLM
 from jaxpaged.errors import ConfigError, JaxPagedError
 from jaxpaged.openai.engine import ServedEngine
 from server.app import create_app
+from server.flags import make_parser
 from server.serving import bind, close_engine, serve
-from server.settings import ServerSettings, make_parser, parse, server_settings
+from server.settings import ServerSettings, parse, server_settings
 
 EXIT_SETTINGS = 2
 

@@ -14,6 +14,7 @@ from jaxpaged.errors import (
     GenerationFailed,
     InvariantError,
     JaxPagedError,
+    OutOfTime,
     RateLimited,
     RequestError,
 )
@@ -39,6 +40,7 @@ class HttpError(Exception):
 _STATUS: dict[type[JaxPagedError], int] = {
     RequestError: 400,
     RateLimited: 429,
+    OutOfTime: 408,
     CapacityError: 503,
     EngineStopped: 500,
     GenerationFailed: 500,
@@ -48,6 +50,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "overloaded_error",

@@ -1,12 +1,24 @@
-"""Limits of a key: requests and tokens a minute, by buckets that fill again steadily."""
+"""Requests and tokens a minute, of all clients and of one key, by buckets that fill steadily."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpaged.errors import RateLimited
 
 MINUTE_S = 60.0
+ALL = ""  # the owner of the buckets that all clients share
+
+
+class Limits(NamedTuple):
+    """Each a minute; None where there is no limit."""
+
+    requests: int | None
+    tokens: int | None
+
+
+NO_LIMITS = Limits(None, None)
 
 
 @dataclass
@@ -25,67 +37,64 @@ class Bucket:
         return max(0.0, (level - self.level) * MINUTE_S / self.limit)
 
 
-class KeyLimits:
-    """Buckets of every key that was seen; without API keys all clients share one.
+class RateLimits:
+    """The server's buckets, and those of every key that has limits of its own and was seen.
 
     A request pays 1 when it comes, and its tokens when it has ended: nobody knows them before.
     """
 
-    def __init__(
-        self,
-        requests_per_minute: int | None,
-        tokens_per_minute: int | None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
-        self._clock = clock
+    def __init__(self, of_all: Limits, clock: Callable[[], float] = time.monotonic):
+        self._of_all, self._clock = of_all, clock
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
-    def admit(self, key_id: str) -> None:
-        """Let one request pass.
+    def admit(self, key_id: str = ALL, own: Limits = NO_LIMITS) -> None:
+        """Let one request of a key pass.
 
         Raises:
-            RateLimited: the key has used up its minute.
+            RateLimited: the key, or all clients together, have used up their minute.
         """
-        requests, tokens = self._bucket(key_id, "requests"), self._bucket(key_id, "tokens")
-        if requests is not None and requests.level < 1:
-            raise RateLimited(
-                f"the limit is {requests.limit:.0f} requests a minute",
-                retry_after_s=requests.seconds_until(1),
-            )
-        if tokens is not None and tokens.level < 1:
-            raise RateLimited(
-                f"the limit is {tokens.limit:.0f} tokens a minute",
-                retry_after_s=tokens.seconds_until(1),
-            )
-        if requests is not None:
-            requests.level -= 1
+        kinds = {kind: self._both(key_id, own, kind) for kind in Limits._fields}
+        for kind, buckets in kinds.items():
+            for owner, bucket in buckets:
+                if bucket.level < 1:
+                    whose = "the server's limit" if owner == ALL else "the limit of this key"
+                    raise RateLimited(
+                        f"{whose} is {bucket.limit:.0f} {kind} a minute",
+                        retry_after_s=bucket.seconds_until(1),
+                    )
+        for _, bucket in kinds["requests"]:
+            bucket.level -= 1
 
-    def charge(self, key_id: str, num_tokens: int) -> None:
+    def charge(self, num_tokens: int, key_id: str = ALL, own: Limits = NO_LIMITS) -> None:
         """Pay for the tokens of a request that has ended."""
-        bucket = self._bucket(key_id, "tokens")
-        if bucket is not None:
+        for _, bucket in self._both(key_id, own, "tokens"):
             bucket.level -= num_tokens
 
-    def headers(self, key_id: str) -> dict[str, str]:
-        """What is left, under the names that OpenAI's clients read."""
+    def headers(self, key_id: str = ALL, own: Limits = NO_LIMITS) -> dict[str, str]:
+        """What is left of the tighter limit, under the names that OpenAI's clients read."""
         headers: dict[str, str] = {}
-        for kind in self._limits:
-            bucket = self._bucket(key_id, kind)
-            if bucket is not None:
+        for kind in Limits._fields:
+            buckets = [bucket for _, bucket in self._both(key_id, own, kind)]
+            if buckets:
+                bucket = min(buckets, key=lambda bucket: bucket.level)
                 headers[f"x-ratelimit-limit-{kind}"] = f"{bucket.limit:.0f}"
                 headers[f"x-ratelimit-remaining-{kind}"] = f"{max(0, int(bucket.level))}"
                 wait = bucket.seconds_until(bucket.limit)
                 headers[f"x-ratelimit-reset-{kind}"] = f"{wait:.1f}s"
         return headers
 
-    def _bucket(self, key_id: str, kind: str) -> Bucket | None:
-        limit = self._limits[kind]
+    def _both(self, key_id: str, own: Limits, kind: str) -> list[tuple[str, Bucket]]:
+        found = [(ALL, self._bucket(ALL, kind, getattr(self._of_all, kind)))]
+        if key_id != ALL:
+            found.append((key_id, self._bucket(key_id, kind, getattr(own, kind))))
+        return [(owner, bucket) for owner, bucket in found if bucket is not None]
+
+    def _bucket(self, owner: str, kind: str, limit: int | None) -> Bucket | None:
         if limit is None:
             return None
         now = self._clock()
-        bucket = self._buckets.get((key_id, kind))
+        bucket = self._buckets.get((owner, kind))
         if bucket is None:
-            bucket = self._buckets[key_id, kind] = Bucket(limit, limit, now)
+            bucket = self._buckets[owner, kind] = Bucket(limit, limit, now)
         bucket.fill(now)
         return bucket

@@ -8,6 +8,7 @@ from typing import Self
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from server.deadlines import TimedConnection
 from server.state import SERVER
 
 BACKLOG = 2048
@@ -61,10 +62,9 @@ class Listener:
         self.stop()
         await self._runner.cleanup()
 
-    def _connect(self) -> RequestHandler:
-        """A new connection; it is cut if the head of its first request takes too long."""
+    def _connect(self) -> TimedConnection:
+        """A new connection; it is cut if the head of a request takes too long."""
         server = self._runner.server
         assert server is not None
         protocol: RequestHandler = server()
-        self._state.deadlines.expect(protocol)
-        return protocol
+        return TimedConnection(protocol, self._state.deadlines)

@@ -25,7 +25,7 @@ _NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
 
 async def messages(request: web.Request) -> web.StreamResponse:
     server, key_id = request.app[SERVER], request[KEY_ID]
-    with server.work(key_id) as usage:
+    with server.work(request) as usage:
         body = read_messages(await read_body(request))
         model = server.check_model(body.model)
         chat = chat_request(body)

@@ -30,7 +30,7 @@ _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
 async def create(request: web.Request) -> web.StreamResponse:
     server, store, key_id = request.app[SERVER], request.app[STORE], request[KEY_ID]
     with ExitStack() as work:
-        usage = work.enter_context(server.work(key_id))
+        usage = work.enter_context(server.work(request))
         data = await read_body(request)
         body = read_responses(data)
         model = server.check_model(body.model)

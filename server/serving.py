@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import re
 import signal
@@ -13,9 +14,11 @@ from aiohttp import web
 
 from jaxpaged.errors import EngineStopped
 from jaxpaged.openai.engine import ServedEngine
+from server.app import create_metrics_app
 from server.listener import Listener
 from server.settings import ServerSettings
 from server.state import SERVER, ServerState
+from server.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -38,37 +41,64 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if settings.warmup_file is not None:
+        await warm_up(state.engine, settings.warmup_file)
     listener = await Listener.start(app, listening, settings.ssl_context)
+    metrics = await _serve_metrics(state, settings)
     log.info("serving %s on %s", ", ".join(state.engine.served_model_names), _where(listening))
     if not settings.api_keys:
         log.warning("no --api-key: anyone who reaches this address may use it")
     rates = asyncio.create_task(_tell_rates(state.engine))
-    await _first(stop.wait(), _until_stopped(state.engine))
+    watchdog = _until_hung(state.engine, state.limits.watchdog_timeout_s)
+    await _first(stop.wait(), _until_stopped(state.engine), watchdog)
     code = EXIT_DONE
-    if state.engine.is_running:
+    if stop.is_set() and state.engine.is_running:
         listener.stop()
-        await _drain(state, at_once)
+        code = await _drain(state, at_once)
     else:
         code = EXIT_ENGINE_STOPPED
-        log.error("the engine has stopped: no request can be served, exiting")
         state.is_draining = True
+        if state.engine.is_running:
+            _give_up(state)
+        log.error("the engine has stopped: no request can be served, exiting")
         await state.wait_until_idle(LAST_WORDS_S)
     rates.cancel()
     await listener.close()
+    if metrics is not None:
+        await metrics.close()
     return code
 
 
-async def _drain(state: ServerState, at_once: asyncio.Event) -> None:
-    """Let running requests end; those that cannot in time are told so."""
+async def _serve_metrics(state: ServerState, settings: ServerSettings) -> Listener | None:
+    if settings.metrics_port is None:
+        return None
+    listening = bind(dataclasses.replace(settings, port=settings.metrics_port, uds=None))
+    return await Listener.start(create_metrics_app(state), listening)
+
+
+def _give_up(state: ServerState) -> None:
+    """Every open request is told; stacks go to stderr, for whoever looks for the cause."""
+    seconds = state.engine.seconds_without_progress
+    log.error("no step has ended for %.1f s while work waits: giving up; stacks follow", seconds)
+    state.engine.give_up("the engine has stopped: no step ended")
+
+
+async def _drain(state: ServerState, at_once: asyncio.Event) -> int:
+    """Let running requests end; those that cannot in time are told so. The exit code."""
     state.is_draining = True
     limit = state.limits.shutdown_timeout_s
     log.info("shutting down: %d requests have %g s to end", state.num_working, limit)
-    await _first(state.wait_until_idle(limit), at_once.wait(), _until_stopped(state.engine))
+    watchdog = _until_hung(state.engine, state.limits.watchdog_timeout_s)
+    idle, stopped = state.wait_until_idle(limit), _until_stopped(state.engine)
+    await _first(idle, at_once.wait(), stopped, watchdog)
+    if _hangs(state.engine, state.limits.watchdog_timeout_s):
+        _give_up(state)
     if state.num_working:
         log.warning("ending %d requests before they are done", state.num_working)
         for request_id in tuple(state.open_ids):
             await state.engine.abort(request_id)
         await state.wait_until_idle(LAST_WORDS_S)
+    return EXIT_DONE if state.engine.is_running else EXIT_ENGINE_STOPPED
 
 
 def close_engine(engine: ServedEngine) -> bool:
@@ -112,6 +142,15 @@ async def _first(*waits: Awaitable[object]) -> None:
 async def _until_stopped(engine: ServedEngine) -> None:
     while engine.is_running:
         await asyncio.sleep(WATCH_S)
+
+
+async def _until_hung(engine: ServedEngine, limit_s: float) -> None:
+    while not _hangs(engine, limit_s):
+        await asyncio.sleep(WATCH_S)
+
+
+def _hangs(engine: ServedEngine, limit_s: float) -> bool:
+    return engine.is_running and engine.seconds_without_progress > limit_s
 
 
 async def _tell_rates(engine: ServedEngine) -> None:

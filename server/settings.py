@@ -1,4 +1,4 @@
-"""The server's own flags, beside the engine's; and a file that holds flags."""
+"""What the flags say about the server; and a file that holds flags."""
 
 import argparse
 import json
@@ -10,84 +10,26 @@ from typing import Any, cast
 
 import yaml
 
-from jaxpaged.config.flags import ArgumentParser, add_engine_flags, whole_number
+from jaxpaged.config.flags import ArgumentParser
 from jaxpaged.errors import ConfigError
+from server.auth import ApiKey, parse_key_line
 from server.state import ServerLimits
-
-_LIMITS = ServerLimits()
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where to listen, for whom, and how long to wait. Times in seconds."""
+    """Where to listen, for whom, and how. Times in seconds."""
 
     host: str
     port: int
     uds: str | None
-    api_keys: tuple[str, ...]
+    api_keys: tuple[ApiKey, ...]
     ssl_context: ssl.SSLContext | None
     limits: ServerLimits
     log_level: str
     engine_process: bool = True  # the engine in a process of its own, else in a thread
-
-
-def make_parser(prog: str) -> ArgumentParser:
-    """Flags of the engine and of the server; the model may stand without its flag."""
-    parser = ArgumentParser(
-        prog=prog, description="Serve a model through OpenAI's API.", allow_abbrev=False
-    )
-    parser.add_argument("model_path", nargs="?", metavar="MODEL", help="as --model")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags without their dashes")
-    add_engine_flags(parser)
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
-    group.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
-    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
-    group.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="may be given several times"
-    )
-    group.add_argument("--api-key-file", metavar="FILE", help="one key a line")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="the certificate's private key")
-    group.add_argument(
-        "--max-request-bytes",
-        type=whole_number,
-        default=_LIMITS.max_request_bytes,
-        help="largest body of a request (default: 32M)",
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=_LIMITS.shutdown_timeout_s,
-        metavar="SECONDS",
-        help="for running requests to end after SIGTERM (default: 30)",
-    )
-    group.add_argument(
-        "--stall-timeout",
-        type=float,
-        default=_LIMITS.stall_timeout_s,
-        metavar="SECONDS",
-        help="without a step while work waits, before /health says 503 (default: 60)",
-    )
-    group.add_argument(
-        "--max-requests-per-minute",
-        type=whole_number,
-        metavar="NUMBER",
-        help="of each API key, or of all clients where there are no keys; over it a 429",
-    )
-    group.add_argument(
-        "--max-tokens-per-minute",
-        type=whole_number,
-        metavar="NUMBER",
-        help="prompt and output together, likewise",
-    )
-    group.add_argument(
-        "--disable-frontend-multiprocessing",
-        action="store_true",
-        help="run the engine in a thread of the server instead of a process of its own",
-    )
-    group.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    return parser
+    metrics_port: int | None = None
+    warmup_file: Path | None = None
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -107,32 +49,57 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     Raises:
         ConfigError: a file that cannot be read, or flags that do not go together.
     """
-    if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port is {args.port}, allowed are 0 to {2**16 - 1}")
-    for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
-    keys = [*args.api_key, *_keys_from_file(args.api_key_file)]
-    if any(not key.strip() for key in keys):
-        raise ConfigError("--api-key is empty: leave it out to serve without keys")
+    _check(args)
+    keys = [*map(ApiKey.of, args.api_key), *_keys_from_file(args.api_key_file)]
+    watchdog = args.watchdog_timeout
     limits = ServerLimits(
         max_request_bytes=args.max_request_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         stall_timeout_s=args.stall_timeout,
+        watchdog_timeout_s=2 * args.stall_timeout if watchdog is None else watchdog,
         requests_per_minute=args.max_requests_per_minute,
         tokens_per_minute=args.max_tokens_per_minute,
+        allowed_origins=args.allowed_origins,
+        root_path=args.root_path,
+        profile_dir=args.profile_dir,
+        is_logging_access=not args.disable_access_log,
+        unlogged_paths=frozenset(args.disable_access_log_for_endpoints),
+        forces_usage=args.enable_force_include_usage,
+        template_defaults=args.default_chat_template_kwargs,
     )
     return ServerSettings(
         host=args.host,
         port=args.port,
         uds=args.uds,
         api_keys=tuple(keys),
-        ssl_context=_ssl_context(args.ssl_certfile, args.ssl_keyfile),
+        ssl_context=_ssl_context(args),
         limits=limits,
         log_level=args.log_level,
         engine_process=not args.disable_frontend_multiprocessing,
+        metrics_port=args.metrics_port,
+        warmup_file=None if args.warmup_file is None else Path(args.warmup_file),
     )
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("port", "metrics_port"):
+        port = getattr(args, name)
+        if port is not None and not 0 <= port < 2**16:
+            raise ConfigError(f"--{name.replace('_', '-')} is {port}, allowed are 0 to {2**16 - 1}")
+    for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+    for name in ("shutdown_timeout", "stall_timeout", "watchdog_timeout"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < 1e9:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be 0 or more")
+    if args.root_path and not args.root_path.startswith("/"):
+        raise ConfigError(f"--root-path is {args.root_path!r}, it must begin with /")
+    if args.warmup_file is not None and not Path(args.warmup_file).is_file():
+        raise ConfigError(f"--warmup-file {args.warmup_file} is no file")
+    if not all(args.api_key):
+        raise ConfigError("--api-key is empty: leave it out to serve without keys")
 
 
 def flags_from_file(file: Path) -> list[str]:
@@ -178,27 +145,34 @@ def _config_file(argv: Sequence[str]) -> str | None:
     return None
 
 
-def _keys_from_file(name: str | None) -> list[str]:
+def _keys_from_file(name: str | None) -> list[ApiKey]:
     if name is None:
         return []
     try:
         lines = Path(name).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         raise ConfigError("--api-key-file cannot be read") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [
+        parse_key_line(line.strip(), f"--api-key-file line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.startswith("#")
+    ]
     if not keys:
         raise ConfigError("--api-key-file holds no key")
     return keys
 
 
-def _ssl_context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    if certificate is None:
-        if key is not None:
+def _ssl_context(args: argparse.Namespace) -> ssl.SSLContext | None:
+    if args.ssl_certfile is None:
+        if args.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used: {error}") from None
+    context.verify_mode = ssl.VerifyMode(args.ssl_cert_reqs)
     return context

@@ -1,27 +1,31 @@
 """What the handlers share: the engine, the limits, and whether new work is taken."""
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
-from jaxpaged.errors import Draining
+from jaxpaged.errors import Draining, OutOfTime
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
+from jaxpaged.openai.schema import SamplingFields, StreamOptions
+from server.auth import KEY
 from server.deadlines import HeadDeadlines
 from server.errors import HttpError
 from server.http_metrics import HttpMetrics
-from server.limits import KeyLimits
+from server.limits import ALL, NO_LIMITS, Limits, RateLimits
 
 RETRY_AFTER_S = 5.0
+LOOK_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Sizes in bytes, times in seconds."""
+    """What the operator allows. Sizes in bytes, times in seconds."""
 
     max_request_bytes: int = 32 * 2**20
     header_timeout_s: float = 10.0
@@ -29,8 +33,16 @@ class ServerLimits:
     write_timeout_s: float = 30.0
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0
-    requests_per_minute: int | None = None  # of one API key
+    watchdog_timeout_s: float = 120.0
+    requests_per_minute: int | None = None  # of all clients together
     tokens_per_minute: int | None = None
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    profile_dir: str | None = None
+    is_logging_access: bool = True
+    unlogged_paths: frozenset[str] = frozenset({"/health", "/ping", "/metrics"})
+    forces_usage: bool = False  # at the end of every stream
+    template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -43,30 +55,33 @@ class ServerState:
     is_draining: bool = False
     num_working: int = 0
     open_ids: set[str] = field(default_factory=set[str])  # the engine's, of requests being answered
+    open_jobs: list[Job] = field(default_factory=list[Job])
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.deadlines = HeadDeadlines(self.limits.header_timeout_s)
-        self.key_limits = KeyLimits(self.limits.requests_per_minute, self.limits.tokens_per_minute)
+        limits = Limits(self.limits.requests_per_minute, self.limits.tokens_per_minute)
+        self.rates = RateLimits(limits)
 
     @contextmanager
-    def work(self, key_id: str) -> Generator[Usage]:
+    def work(self, request: web.Request) -> Generator[Usage]:
         """One request for the engine, from its first byte to its last; the key pays its usage.
 
         Raises:
             Draining: the server shuts down.
-            RateLimited: the key has used up its minute.
+            RateLimited: the key, or all clients together, have used up their minute.
         """
         if self.is_draining:
             raise Draining("the server is shutting down", retry_after_s=RETRY_AFTER_S)
-        self.key_limits.admit(key_id)
+        payer = payer_of(request)
+        self.rates.admit(*payer)
         self.num_working += 1
         self._idle.clear()
-        usage = Usage()
+        usage = request[USAGE] = Usage()
         try:
             yield usage
         finally:
-            self.key_limits.charge(key_id, usage.total_tokens)
+            self.rates.charge(usage.total_tokens, *payer)
             self.num_working -= 1
             if not self.num_working:
                 self._idle.set()
@@ -75,10 +90,25 @@ class ServerState:
     def open(self, job: Job) -> Generator[None]:
         """While a job is answered the engine's ids of it are known, so that it can be ended."""
         self.open_ids.update(job.request_ids)
+        self.open_jobs.append(job)
+        seconds, timer = job.body.timeout_s, None
+        if seconds is not None:
+            timer = asyncio.create_task(self._end_in_time(job, seconds))
         try:
             yield
         finally:
+            if timer is not None:
+                timer.cancel()
             self.open_ids.difference_update(job.request_ids)
+            self.open_jobs.remove(job)
+
+    async def _end_in_time(self, job: Job, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        error = OutOfTime(f"timeout_s of {seconds:g} s has passed")
+        while True:  # what has not reached the engine yet is looked at again
+            for request_id in job.request_ids:
+                self.engine.fail(request_id, error)
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """True once no work is left, False after `timeout_s`."""
@@ -111,6 +141,21 @@ class ServerState:
 
 
 SERVER = web.AppKey("server", ServerState)
+USAGE = web.RequestKey("usage", Usage)
+
+
+def payer_of(request: web.Request) -> tuple[str, Limits]:
+    """Whose limits a request counts against, beside everybody's."""
+    key = request.get(KEY)
+    return (ALL, NO_LIMITS) if key is None else (key.key_id, key.limits)
+
+
+def apply_defaults(body: SamplingFields, limits: ServerLimits) -> None:
+    """What the operator wants of every request."""
+    if limits.forces_usage and body.stream:
+        options = body.stream_options or StreamOptions()
+        options.include_usage = True
+        body.stream_options = options
 
 
 async def read_body(request: web.Request) -> bytes:

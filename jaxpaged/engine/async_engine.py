@@ -15,6 +15,7 @@ from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.engine.advice import ran_out
+from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.generation import generate
 from jaxpaged.engine.grammar_rows import compile_grammar
@@ -22,7 +23,12 @@ from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.texts import PromptTexts
-from jaxpaged.errors import CapacityError, EngineStopped, QueueFull, RequestError
+from jaxpaged.errors import (
+    CapacityError,
+    EngineStopped,
+    QueueFull,
+    RequestError,
+)
 from jaxpaged.metrics import EngineLoad, EngineMetrics
 
 log = logging.getLogger(__name__)
@@ -45,6 +51,7 @@ class AsyncLLM:
         self._closing = False
         self._busy_since = time.monotonic()  # when the thread last woke from having nothing to do
         self._texts = PromptTexts(parts.inputs, parts.template)
+        self._control = EngineControl(parts)
         # where set, is told a step's events by the engine's thread, instead of the requests' sinks
         self.on_events: Callable[[list[TokenEvent]], None] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -202,14 +209,33 @@ class AsyncLLM:
             self._send(lambda: self._engine.abort(request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request; its iterator ends with EngineStopped's text as finish reason abort."""
+        """Stop a request; its iterator ends with EngineStopped."""
+        self.fail(request_id, EngineStopped(f"request {request_id} was aborted"))
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Have a request's caller see `error`; one that is not here is no error."""
         sink = self._sinks.get(request_id)
         if sink is not None:
-            sink.fail(EngineStopped(f"request {request_id} was aborted"))
+            sink.fail(error)
 
-    def dump_stacks(self) -> None:
-        """Write the stacks of all threads to stderr."""
+    async def control(self, method: str, *arguments: Any) -> Any:
+        """A method of `EngineControl`, run by the engine's thread between two steps.
+
+        Raises:
+            RequestError: it cannot be done now.
+            EngineStopped: nobody is there to do it.
+        """
+        self._check_running()
+        self._loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._send(lambda: self._control.answer(method, arguments, future, self._tell))
+        return await future
+
+    def give_up(self, reason: str) -> None:
+        """Fail all that is open, and write the stacks of all threads to stderr."""
         faulthandler.dump_traceback(all_threads=True)
+        self._error = self._error or EngineStopped(reason)
+        self._fail_all()
 
     def stop(self) -> None:
         """Stop the thread after its present step; the engine itself can be used again."""
@@ -223,9 +249,14 @@ class AsyncLLM:
         self.stop()
         self._engine.runner.close()
 
-    def _check_capacity(self, num_tokens: int) -> None:
+    def _check_running(self) -> None:
         if not self.is_running:
             raise EngineStopped(f"the engine has stopped: {self._error or 'closed'}")
+
+    def _check_capacity(self, num_tokens: int) -> None:
+        self._check_running()
+        if self._control.sleeps:
+            raise CapacityError("the engine sleeps: POST /wake_up first")
         settings = self._parts.config.scheduler
         scheduler, arriving = self._engine.scheduler, list(self._arriving.values())
         waiting = scheduler.num_waiting + len(arriving)
@@ -252,7 +283,7 @@ class AsyncLLM:
         try:
             self._engine.add(request)
         except (RequestError, CapacityError) as error:
-            self._tell(lambda error=error: self._fail(request.request_id, error))
+            self._tell(lambda error=error: self.fail(request.request_id, error))
         finally:
             del self._arriving[request.request_id]
 
@@ -287,11 +318,6 @@ class AsyncLLM:
             sink = self._sinks.get(event.request_id)
             if sink is not None:
                 sink.put(event)
-
-    def _fail(self, request_id: str, error: Exception) -> None:
-        sink = self._sinks.get(request_id)
-        if sink is not None:
-            sink.fail(error)
 
     def _fail_all(self) -> None:
         for sink in self._sinks.values():

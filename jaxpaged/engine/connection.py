@@ -65,7 +65,7 @@ class EngineConnection(asyncio.Protocol):
                     self.ready.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(EngineStopped("the engine's process has ended"))
+        self.fail(EngineStopped("the engine's process has ended"))
         self.lost.set()
 
     def send(self, message: ToEngine) -> None:
@@ -103,9 +103,9 @@ class EngineConnection(asyncio.Protocol):
         elif not self.ready.done():
             self.ready.set_exception(error)
         else:
-            self._fail(EngineStopped(refusal.text))
+            self.fail(EngineStopped(refusal.text))
 
-    def _fail(self, error: EngineStopped) -> None:
+    def fail(self, error: EngineStopped) -> None:
         """Nothing will be answered any more."""
         if self.error is not None:
             return

@@ -34,6 +34,7 @@ from jaxpaged.weights.resolve import find_checkpoint
 
 WORKER = "jaxpaged.engine.worker"
 CLOSE_S = 4.0  # for the process to end by itself
+DUMP_S = 0.5  # likewise, for one that hangs: enough to write its stacks
 SILENCE_S = 2.0  # without a sign of life before it counts as standing still
 
 
@@ -53,6 +54,7 @@ class RemoteLLM:
         self._ready, self.tokenizer = ready, tokenizer
         inputs = InputProcessor(tokenizer, ready.vocab, ready.max_model_len, 0, ())
         self._texts = PromptTexts(inputs, template)
+        self._patience_s = CLOSE_S
 
     @classmethod
     async def start(
@@ -218,21 +220,31 @@ class RemoteLLM:
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its iterator ends with EngineStopped."""
+        self.fail(request_id, EngineStopped(f"request {request_id} was aborted"))
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Have a request's caller see `error`; one that is not here is no error."""
         sink = self._connection.sinks.get(request_id)
         if sink is not None:
-            sink.fail(EngineStopped(f"request {request_id} was aborted"))
+            sink.fail(error)
 
-    def dump_stacks(self) -> None:
-        """Have the process write the stacks of all its threads to stderr, also if it hangs."""
+    async def control(self, method: str, *arguments: Any) -> Any:
+        """A method of `EngineControl`, done by the engine between two steps."""
+        return await self._call("control", method, *arguments)
+
+    def give_up(self, reason: str) -> None:
+        """Fail all that is open, and have the process write its stacks to stderr, then end."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGUSR1)
+            self._process.send_signal(signal.SIGUSR1)  # works also in a hang of native code
+            self._patience_s = DUMP_S
+        self._connection.fail(EngineStopped(reason))
 
     def close(self) -> None:
         """End the process; by force where it does not end itself."""
         with contextlib.suppress(OSError):  # closed already
             self._sock.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(CLOSE_S)
+            self._process.wait(self._patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -181,6 +181,10 @@ class Runner:
             lambda new, old: jax.device_put(new, old.sharding), params, self.params
         )
 
+    def replace_state(self, state: DeviceState) -> None:
+        """Take another page pool of the same shapes; nothing may be running."""
+        self._state = state
+
     def close(self) -> None:
         """Give the device's memory back to XLA's allocator (which keeps it for this process)."""
         for leaf in jax.tree.leaves((self.params, self._state)):

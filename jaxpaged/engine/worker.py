@@ -38,7 +38,8 @@ from jaxpaged.errors import EngineStopped, JaxPagedError
 READ_BYTES = 2**18
 BEAT_S = 0.25  # between two signs of life
 FLUSH_S = 1.0
-CALLS = frozenset({"metrics_text", "explanation"})  # of AsyncLLM, that the front may call by name
+# methods of AsyncLLM that the front may call by name
+CALLS = frozenset({"metrics_text", "explanation", "control"})
 PR_SET_PDEATHSIG = 1
 
 EXIT_DONE, EXIT_STOPPED, EXIT_SETTINGS = 0, 1, 2

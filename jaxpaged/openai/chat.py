@@ -17,6 +17,7 @@ from jaxpaged.openai.parsed import ParsedAnswer
 from jaxpaged.openai.prompts import encode_chat
 from jaxpaged.openai.schema import ChatRequest, decode_body
 from jaxpaged.openai.tools import ToolUse, tool_use
+from jaxpaged.openai.truncation import truncated
 from jaxpaged.text.reasoning import ReasoningParser, begins_in_reasoning
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
@@ -39,6 +40,10 @@ async def chat_job(
     use = tool_use(body, engine.model_settings)
     params = use.sampling(params)
     prompt = await encode_chat(body, engine, use.shown)
+    if body.truncate_prompt_tokens is not None:
+        prompt = {"prompt": prompt["prompt"]} | await truncated(
+            body, prompt, params.max_tokens, engine
+        )
     form = ChatForm(
         body, engine, _parsing(body, use, params, engine.model_settings, prompt["prompt"])
     )
@@ -92,7 +97,9 @@ class ChatForm:
         self._answers: dict[int, ParsedAnswer] = {}
         as_ids = bool(body.return_tokens_as_token_ids)
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
-        self.is_plain = not (body.logprobs or body.return_token_ids or parsing)
+        self._told: set[int] = set()  # answers whose prompt's logprobs are out
+        adds_more = body.logprobs or body.return_token_ids or body.prompt_logprobs is not None
+        self.is_plain = not (adds_more or parsing)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
@@ -108,9 +115,7 @@ class ChatForm:
         choice |= self._rest(part, answer)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = list(output.prompt_token_ids)
-        if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
-        return choice
+        return choice | self._prompt_scores(index, output)
 
     def chunk(
         self, index: int, output: RequestOutput, part: CompletionOutput
@@ -122,7 +127,15 @@ class ChatForm:
             delta = answer.delta(part.text, ends=ends)
             if not (delta or ends or self._body.logprobs or self._body.return_token_ids):
                 return None
-        return {"index": index, "delta": delta} | self._rest(part, answer)
+        whole = {"index": index, "delta": delta} | self._rest(part, answer)
+        return whole | self._prompt_scores(index, output)
+
+    def _prompt_scores(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """The logprobs of the prompt, once for each answer."""
+        if self._body.prompt_logprobs is None or index in self._told:
+            return {}
+        self._told.add(index)
+        return {"prompt_logprobs": prompt_logprobs(self._labels, output.prompt_logprobs or ())}
 
     def parsed(self) -> ParsedAnswer:
         """What reads an answer; one that is content as it stands too."""

@@ -13,6 +13,7 @@ from jaxpaged.openai.logprobs import CompletionLogprobs, TokenLabels, prompt_log
 from jaxpaged.openai.params import completion_params, salt_of
 from jaxpaged.openai.prompts import completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, decode_body
+from jaxpaged.openai.truncation import truncated
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
@@ -31,7 +32,10 @@ async def completion_job(
         RequestError: what can never be served.
     """
     params = completion_params(body, engine.default_sampling())
-    prompts = completion_prompts(body.prompt, params.n, engine)
+    may_be_long = body.truncate_prompt_tokens is not None
+    prompts = completion_prompts(body.prompt, params.n, engine, may_be_long=may_be_long)
+    if may_be_long:
+        prompts = [await truncated(body, prompt, params.max_tokens, engine) for prompt in prompts]
     form = CompletionForm(body, params, engine)
     salt = salt_of(body, key_id)
     return Job(body, prompts, params, Envelope.new("cmpl", model), form, salt, key_id, usage)
@@ -48,16 +52,14 @@ class CompletionForm:
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
-        self.is_plain = body.logprobs is None and not (body.return_token_ids or body.echo)
+        adds_more = body.return_token_ids or body.echo or body.prompt_logprobs is not None
+        self.is_plain = body.logprobs is None and not adds_more
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
     def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
-        choice = self.chunk(index, output, part)
-        if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
-        return choice
+        return self.chunk(index, output, part)
 
     def chunk(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
         is_first = index not in self._echoed
@@ -70,6 +72,8 @@ class CompletionForm:
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
+        if self._body.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
         if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids
             choice["prompt_token_ids"] = list(output.prompt_token_ids) if is_first else None

@@ -32,7 +32,7 @@ class Form(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """A request that has passed all checks that need no engine."""
 

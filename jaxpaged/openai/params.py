@@ -10,6 +10,7 @@ from jaxpaged.openai.schema import ChatRequest, CompletionRequest, SamplingField
 
 COMPLETION_MAX_TOKENS = 16
 MAX_SALT = 1024  # characters
+MAX_TIMEOUT_S = 86_400.0
 
 _PLAIN = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -20,7 +21,7 @@ _PLAIN = (
 )  # fmt: skip
 _NOT_SERVED = (
     "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "kv_transfer_params", "truncate_prompt_tokens",
+    "kv_transfer_params",
 )  # fmt: skip
 _NOT_SERVED_IN_CHAT = ("functions", "function_call", "chat_template", "audio")
 
@@ -114,9 +115,14 @@ def _check_served(body: SamplingFields) -> None:
         raise UnsupportedParameter("use_beam_search is not served", param="use_beam_search")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
-    if body.stream and body.prompt_logprobs is not None:
-        raise UnsupportedParameter(
-            "prompt_logprobs come only without stream", param="prompt_logprobs"
+    if body.timeout_s is not None and not 0 < body.timeout_s <= MAX_TIMEOUT_S:
+        raise RequestError(
+            f"timeout_s is {body.timeout_s}, allowed are seconds over 0, up to {MAX_TIMEOUT_S:g}",
+            param="timeout_s",
+        )
+    if len(body.request_id or "") > MAX_SALT:
+        raise RequestError(
+            f"request_id has over {MAX_SALT} characters: shorten it", param="request_id"
         )
 
 

@@ -15,7 +15,9 @@ MAX_PROMPTS = 2048  # prompts times n, in one request
 type Prompt = str | list[int]
 
 
-def completion_prompts(prompt: Any, n: int, engine: ServedEngine) -> list[Prompt]:
+def completion_prompts(
+    prompt: Any, n: int, engine: ServedEngine, *, may_be_long: bool = False
+) -> list[Prompt]:
     """The prompts of a completion request: text or token ids, one or several.
 
     Raises:
@@ -29,10 +31,10 @@ def completion_prompts(prompt: Any, n: int, engine: ServedEngine) -> list[Prompt
             param="prompt",
         )
     for one in prompts:
-        if isinstance(one, str):
-            check_text(one, engine)
-        else:
+        if not isinstance(one, str):
             check_ids("prompt", one, engine.vocab)
+        elif not may_be_long:
+            check_text(one, engine)
     return prompts
 
 
@@ -90,7 +92,8 @@ async def encode_chat(
             "are fields of the request itself",
             param="chat_template_kwargs",
         )
-    for text in _texts(messages):
+    is_cut = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None
+    for text in () if is_cut else _texts(messages):
         check_text(text, engine, "messages")
     return await engine.chat_prompt(
         messages,

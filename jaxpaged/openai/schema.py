@@ -1,7 +1,7 @@
 """What clients may send. null is the same as leaving a field out; unknown fields are ignored."""
 
 import re
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -52,10 +52,13 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     structured_outputs: Any = None
     response_format: Any = None
+    request_id: str | None = None  # the client's own; only echoed
+    timeout_s: float | None = None  # for the whole answer
+    truncate_prompt_tokens: int | None = None  # keep so many; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # what is cut off; left by default
     # known and not served: anything but null is refused
     best_of: int | None = None
     use_beam_search: bool | None = None
-    truncate_prompt_tokens: int | None = None
     prompt_embeds: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -94,6 +97,25 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template: Any = None
     modalities: list[str] | None = None
     audio: Any = None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of /inference/v1/generate; the sampling parameters are those of completions."""
+
+    token_ids: list[int]
+    model: str | None = None
+    sampling_params: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Body of /inference/v1/abort_requests."""
+
+    request_ids: list[str]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

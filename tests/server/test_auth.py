@@ -2,8 +2,11 @@
 
 import pytest
 
+from jaxpaged.errors import ConfigError
 from server.app import add_routes
-from server.auth import OPEN_ROUTES, KeyGuard
+from server.auth import OPEN_ROUTES, OPERATOR_ROUTES, KeyGuard, parse_key_line
+from server.limits import Limits
+from server.state import ServerLimits
 from tests.server.conftest import COMPLETIONS
 
 KEY = "sk-one"
@@ -89,9 +92,11 @@ async def test_without_keys_everything_is_open(server):
 
 def test_a_key_is_named_by_its_digest_and_never_by_itself():
     guard = KeyGuard([KEY])
-    assert guard.identify(f"Bearer {KEY}") == guard.identify(f"BEARER {KEY}")
-    assert KEY not in (guard.identify(f"Bearer {KEY}") or KEY)
+    key = guard.identify(f"Bearer {KEY}")
+    assert key == guard.identify(f"BEARER {KEY}")
+    assert key is not None
     assert KEY not in str(vars(guard))
+    assert KEY.encode().hex() not in str(vars(guard))
     assert guard.identify("Bearer other") is None
 
 
@@ -108,6 +113,56 @@ async def test_prefix_caches_of_keys_are_apart(start):
     assert all(salts)
     assert names[0] == names[2] == names[3] != names[1]
     assert all(names)
+
+
+ROLES = {"root": "admin", "app": "user", "watch": "monitor"}
+
+
+async def test_roles_open_what_they_are_for(start):
+    keys = [parse_key_line(f"{name}:sk-{name}:{role}", "x") for name, role in ROLES.items()]
+    server = await start(api_keys=tuple(keys), limits=ServerLimits(profile_dir=None))
+    seen = {}
+    async for method, path, name in all_routes(server):
+        if name in OPEN_ROUTES or name in ("sleep", "start_profile"):
+            continue
+        for who in ROLES:
+            reply = await server.send(method, path, headers=bearer(f"sk-{who}"))
+            seen[who, name] = reply.status
+            if reply.status == 403:
+                assert method == "HEAD" or reply.error["type"] == "permission_error"
+    refused = {who: {name for (w, name), status in seen.items() if status == 403 and w == who}
+               for who in ROLES}  # fmt: skip
+    assert refused["root"] == set()
+    assert refused["app"] == OPERATOR_ROUTES - {"sleep", "start_profile"}
+    assert {"completions", "generate", "wake_up", "tokenize"} <= refused["watch"]
+    assert not {"metrics", "load", "models"} & refused["watch"]
+
+
+def test_a_key_line_says_name_role_and_limits():
+    key = parse_key_line("team a : sk-1 : monitor : requests=5, tokens=700", "x")
+    assert (key.name, key.role, key.limits) == ("team a", "monitor", Limits(5, 700))
+    assert parse_key_line("a:sk-1", "x").role == "user"
+    assert parse_key_line("a:sk-1::tokens=7", "x").limits == Limits(None, 7)
+    alone = parse_key_line("sk-1", "x")
+    assert (alone.digest, alone.role) == (parse_key_line("a:sk-1", "x").digest, "user")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("a:sk-1:root", "role 'root'"),
+        ("a:sk-1:user:requests=x", "limit 'requests=x'"),
+        ("a:sk-1:user:words=1", "limit 'words=1'"),
+        (":sk-1", "lacks a name"),
+        ("a:", "lacks a name or a key"),
+        ("a:b:c:d:e", "5 fields"),
+    ],
+)
+def test_a_key_line_that_cannot_be_read_is_named_and_not_shown(line, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_key_line(line, "--api-key-file line 3")
+    assert "line 3" in str(caught.value)
+    assert "sk-1" not in str(caught.value)
 
 
 def test_every_route_has_a_name():

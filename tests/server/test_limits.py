@@ -3,7 +3,8 @@
 import pytest
 
 from jaxpaged.errors import RateLimited
-from server.limits import KeyLimits
+from server.auth import parse_key_line
+from server.limits import NO_LIMITS, Limits, RateLimits
 from server.state import ServerLimits
 
 
@@ -16,36 +17,54 @@ class Clock:
 
 def test_requests_come_back_steadily():
     clock = Clock()
-    limits = KeyLimits(3, None, clock)
+    limits, own = RateLimits(NO_LIMITS, clock), Limits(3, None)
     for _ in range(3):
-        limits.admit("a")
-    with pytest.raises(RateLimited, match="3 requests a minute") as caught:
-        limits.admit("a")
+        limits.admit("a", own)
+    with pytest.raises(RateLimited, match="this key is 3 requests a minute") as caught:
+        limits.admit("a", own)
     assert caught.value.retry_after_s == pytest.approx(20)
-    limits.admit("b")
+    limits.admit("b", own)
     clock.now += 20
-    limits.admit("a")
+    limits.admit("a", own)
     with pytest.raises(RateLimited):
-        limits.admit("a")
+        limits.admit("a", own)
     clock.now += 3600
     for _ in range(3):
-        limits.admit("a")
+        limits.admit("a", own)
+
+
+def test_the_servers_limit_counts_all_keys_together():
+    limits = RateLimits(Limits(3, None), Clock())
+    for key in ("a", "b", "c"):
+        limits.admit(key, Limits(2, None))
+    assert limits.headers("a", Limits(2, None))["x-ratelimit-limit-requests"] == "3"
+    with pytest.raises(RateLimited, match="server's limit is 3 requests"):
+        limits.admit("d")
+
+
+def test_a_refused_request_pays_nothing():
+    limits, own = RateLimits(Limits(10, None), Clock()), Limits(1, None)
+    limits.admit("a", own)
+    for _ in range(20):
+        with pytest.raises(RateLimited, match="this key"):
+            limits.admit("a", own)
+    assert limits.headers()["x-ratelimit-remaining-requests"] == "9"
 
 
 def test_tokens_are_paid_afterwards_and_may_be_overdrawn():
     clock = Clock()
-    limits = KeyLimits(None, 100, clock)
-    limits.admit("a")
-    limits.charge("a", 150)
-    assert limits.headers("a")["x-ratelimit-remaining-tokens"] == "0"
+    limits, own = RateLimits(NO_LIMITS, clock), Limits(None, 100)
+    limits.admit("a", own)
+    limits.charge(150, "a", own)
+    assert limits.headers("a", own)["x-ratelimit-remaining-tokens"] == "0"
     with pytest.raises(RateLimited, match="100 tokens a minute") as caught:
-        limits.admit("a")
+        limits.admit("a", own)
     clock.now += caught.value.retry_after_s + 0.001
-    limits.admit("a")
+    limits.admit("a", own)
 
 
 def test_without_limits_there_are_no_headers():
-    limits = KeyLimits(None, None)
+    limits = RateLimits(NO_LIMITS)
     for _ in range(1000):
         limits.admit("a")
     assert limits.headers("a") == {}
@@ -53,8 +72,8 @@ def test_without_limits_there_are_no_headers():
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_key_over_its_limit_gets_a_429(start, stream):
-    limits = ServerLimits(requests_per_minute=2)
-    server = await start(api_keys=("one", "two"), limits=limits)
+    keys = tuple(parse_key_line(f"{k}:{k}:user:requests=2", "x") for k in ("one", "two"))
+    server = await start(api_keys=keys)
     body = {"prompt": "ABC", "max_tokens": 2, "stream": stream}
     first, second = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
     replies = [await server.post(body, headers=first) for _ in range(3)]

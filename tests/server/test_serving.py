@@ -15,8 +15,10 @@ from jaxpaged import cli
 from jaxpaged.errors import ConfigError
 from server import command
 from server.app import create_app
+from server.auth import ApiKey
+from server.flags import make_parser
 from server.serving import EXIT_DONE, EXIT_ENGINE_STOPPED, bind, close_engine, serve
-from server.settings import ServerSettings, flags_from_file, make_parser, parse, server_settings
+from server.settings import ServerSettings, flags_from_file, parse, server_settings
 from server.state import ServerLimits
 from tests.server.conftest import COMPLETIONS, Running
 from tests.support.fake_engine import fake_llm
@@ -150,9 +152,11 @@ def test_defaults_are_vllms_where_it_has_one():
 
 def test_keys_come_from_flags_and_from_a_file(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("# a comment\nthree\n\nfour\n")
+    file.write_text("# a comment\nthree\n\nteam:four:monitor:requests=9\n")
     settings = settings_of("--api-key", "one", "--api-key=two", f"--api-key-file={file}")
-    assert settings.api_keys == ("one", "two", "three", "four")
+    words = ("one", "two", "three", "four")
+    assert [k.digest for k in settings.api_keys] == [ApiKey.of(word).digest for word in words]
+    assert [k.role for k in settings.api_keys] == ["admin", "admin", "user", "monitor"]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +167,10 @@ def test_keys_come_from_flags_and_from_a_file(tmp_path):
         (["--api-key-file", "missing"], "--api-key-file"),
         (["--ssl-keyfile", "k"], "--ssl-certfile"),
         (["--ssl-certfile", "missing"], "--ssl-certfile"),
+        (["--metrics-port", "70000"], "--metrics-port is 70000"),
+        (["--root-path", "x"], "--root-path is 'x'"),
+        (["--warmup-file", "missing"], "--warmup-file missing is no file"),
+        (["--stall-timeout", "-1"], "--stall-timeout is -1"),
     ],
 )
 def test_settings_that_cannot_work_are_named(argv, names):

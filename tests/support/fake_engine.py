@@ -56,7 +56,9 @@ class FakeEngine:
     last_step_time: float = field(default_factory=time.monotonic)
     last_request: Request | None = None
     scheduler: Any = field(
-        default_factory=lambda: SimpleNamespace(num_waiting_tokens=0, num_waiting=0)
+        default_factory=lambda: SimpleNamespace(
+            num_waiting_tokens=0, num_waiting=0, cache=SimpleNamespace(reset=lambda: None)
+        )
     )
     runner: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
     _answers: list[_Answer] = field(default_factory=list)

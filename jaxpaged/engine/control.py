@@ -1,0 +1,120 @@
+"""What an operator may ask of a running engine: done by the engine's thread, between two steps."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.arrays import Params
+from jaxpaged.engine.factory import EngineParts, open_files
+from jaxpaged.errors import EngineStopped, JaxPagedError, RequestError
+
+
+class EngineControl:
+    """Owned by the engine's thread."""
+
+    def __init__(self, parts: EngineParts):
+        self._parts, self._engine = parts, parts.engine
+        self._asleep: Params | str = ""  # weights in host memory, or "dropped"; empty while awake
+        self._is_profiling = False
+
+    @property
+    def sleeps(self) -> bool:
+        return self._asleep != ""
+
+    def answer(
+        self,
+        method: str,
+        arguments: tuple[Any, ...],
+        future: asyncio.Future[Any],
+        tell: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Run a method, and have what it gave or raised put into `future` in its event loop."""
+        try:
+            value = self.call(method, arguments)
+        except JaxPagedError as error:
+            tell(partial(_settle, future, error, None))
+        except BaseException as error:  # ends the engine; its caller must not wait for ever
+            stopped = EngineStopped(f"the engine has stopped: {error}")
+            tell(partial(_settle, future, stopped, None))
+            raise
+        else:
+            tell(partial(_settle, future, None, value))
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Run one of the methods below by its name."""
+        methods = {
+            "reset_prefix_cache": self.reset_prefix_cache,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "is_sleeping": lambda: self.sleeps,
+            "start_profile": self.start_profile,
+            "stop_profile": self.stop_profile,
+        }
+        if method not in methods:
+            raise RequestError(f"there is no control {method!r}")
+        return methods[method](*arguments)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages that no sequence holds."""
+        self._engine.scheduler.cache.reset()
+
+    def sleep(self, level: int) -> None:
+        """Free the device: weights go to host memory (1) or are read again later (2).
+
+        The page pool is given up, and with it what was cached.
+
+        Raises:
+            RequestError: requests are running.
+        """
+        if self.sleeps:
+            return
+        if self._engine.has_work:
+            raise RequestError("sleep: requests are running; let them end or abort them first")
+        runner = self._engine.runner
+        self.reset_prefix_cache()
+        self._asleep = "dropped"
+        if level == 1:
+            self._asleep = jax.tree.map(lambda x: np.array(x, copy=True), runner.params)
+        for array in jax.tree.leaves((runner.params, runner.state)):
+            array.delete()
+
+    def wake_up(self) -> None:
+        """Put weights and an empty page pool back on the device."""
+        if not self.sleeps:
+            return
+        runner, config = self._engine.runner, self._parts.config
+        if isinstance(self._asleep, str):
+            dtype = jax.tree.leaves(runner.params)[0].dtype
+            loaded = open_files(config, dtype).load(config.model.seed)
+            runner.update_params(loaded.params)
+        else:
+            runner.update_params(jax.device_put(self._asleep))
+        runner.replace_state(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), runner.state))
+        self._asleep = ""
+
+    def start_profile(self, folder: str) -> None:
+        """Write a trace of host and device to `folder`, until `stop_profile`."""
+        if self._is_profiling:
+            raise RequestError("start_profile: a profile is being taken already")
+        jax.profiler.start_trace(folder)
+        self._is_profiling = True
+
+    def stop_profile(self) -> None:
+        if not self._is_profiling:
+            raise RequestError("stop_profile: no profile is being taken; start one first")
+        self._is_profiling = False
+        jax.profiler.stop_trace()
+
+
+def _settle(future: asyncio.Future[Any], error: JaxPagedError | None, value: Any) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

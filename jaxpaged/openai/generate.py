@@ -1,0 +1,85 @@
+"""/inference/v1/generate: token ids to token ids, for callers that tokenise themselves."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.openai.chunks import Envelope, Usage
+from jaxpaged.openai.completions import read_completion
+from jaxpaged.openai.engine import ServedEngine
+from jaxpaged.openai.job import Job
+from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
+from jaxpaged.openai.params import completion_params, salt_of
+from jaxpaged.openai.prompts import completion_prompts
+from jaxpaged.openai.schema import CompletionRequest, GenerateRequest, decode_body
+
+_DECODER = msgspec.json.Decoder(GenerateRequest)
+
+
+def read_generate(data: bytes) -> GenerateRequest:
+    """The body of a request, or a RequestError that names the field."""
+    return decode_body(data, _DECODER)
+
+
+def generate_job(
+    body: GenerateRequest, engine: ServedEngine, usage: Usage, *, model: str, key_id: str
+) -> Job:
+    """Check a body against the engine.
+
+    Raises:
+        RequestError: what can never be served.
+    """
+    whole = _as_completion(body)
+    params = completion_params(whole, engine.default_sampling())
+    params = replace(params, detokenize=bool(params.stop))
+    prompts = completion_prompts(body.token_ids, params.n, engine)
+    envelope, form = Envelope.new("gen", model), TokensForm(whole, engine, body.request_id)
+    return Job(whole, prompts, params, envelope, form, salt_of(whole, key_id), key_id, usage)
+
+
+def _as_completion(body: GenerateRequest) -> CompletionRequest:
+    """Its sampling parameters have the names and rules that completions have."""
+    fields = {
+        name: getattr(body, name)
+        for name in ("stream", "stream_options", "cache_salt", "priority", "request_id")
+    }
+    return read_completion(msgspec.json.encode((body.sampling_params or {}) | fields))
+
+
+class TokensForm:
+    """How /inference/v1/generate writes an answer."""
+
+    kind, chunk_kind, is_plain = "generate", "generate.chunk", False
+
+    def __init__(self, body: CompletionRequest, engine: ServedEngine, request_id: str | None):
+        self._body, self._request_id = body, request_id
+        self._labels = TokenLabels(engine.tokenizer, as_ids=True)
+        self._begun: set[int] = set()
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
+        return self.chunk(index, output, part)
+
+    def chunk(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "token_ids": part.token_ids,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if self._body.logprobs is not None:
+            places = part.logprobs or ()
+            choice["logprobs"] = chat_logprobs(
+                self._labels, part.token_ids, places, self._body.logprobs
+            )
+        if self._body.prompt_logprobs is not None and index not in self._begun:
+            choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
+        if self._request_id is not None:
+            choice["request_id"] = self._request_id
+        self._begun.add(index)
+        return choice

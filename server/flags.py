@@ -1,0 +1,164 @@
+"""The server's own flags, beside the engine's."""
+
+import argparse
+import json
+from typing import Any, cast
+
+from jaxpaged.config.flags import ArgumentParser, add_engine_flags, whole_number
+from server.state import ServerLimits
+
+_LIMITS = ServerLimits()
+
+
+def make_parser(prog: str) -> ArgumentParser:
+    """Flags of the engine and of the server; the model may stand without its flag."""
+    parser = ArgumentParser(
+        prog=prog, description="Serve a model through OpenAI's API.", allow_abbrev=False
+    )
+    parser.add_argument("model_path", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of flags without their dashes")
+    add_engine_flags(parser)
+    _add_address(parser)
+    _add_access(parser)
+    _add_operations(parser)
+    _add_answers(parser)
+    return parser
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("address")
+    group.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    group.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
+    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve /metrics here too, without a key: keep it inside the cluster",
+    )
+    group.add_argument(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="prefix under which a proxy shows this server; answered with and without it",
+    )
+    group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="the certificate's private key")
+    group.add_argument("--ssl-ca-certs", metavar="FILE", help="who may sign clients' certificates")
+    group.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="clients' certificates: 0 none, 1 optional, 2 required (default: 0)",
+    )
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("access")
+    group.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="may be given several times"
+    )
+    group.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="one key a line, or name:key:role:requests=NUMBER,tokens=NUMBER with the roles user, "
+        "monitor and admin, and limits a minute",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        type=_names,
+        default=(),
+        metavar="A,B,...",
+        help="origins of pages that may call, as JSON or with commas; * for any (default: none)",
+    )
+    for kind in ("requests", "tokens"):
+        group.add_argument(
+            f"--max-{kind}-per-minute",
+            type=whole_number,
+            metavar="NUMBER",
+            help=f"{kind} of all clients together, over it a 429; keys may have their own in "
+            "--api-key-file",
+        )
+    group.add_argument(
+        "--max-request-bytes",
+        type=whole_number,
+        default=_LIMITS.max_request_bytes,
+        help="largest body of a request (default: 32M)",
+    )
+
+
+def _add_operations(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("operations")
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=_LIMITS.shutdown_timeout_s,
+        metavar="SECONDS",
+        help="for running requests to end after SIGTERM (default: 30)",
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=_LIMITS.stall_timeout_s,
+        metavar="SECONDS",
+        help="without a step while work waits, before /health says 503 (default: 60)",
+    )
+    group.add_argument(
+        "--watchdog-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="likewise, before all stacks are written and the server ends with code 1 "
+        "(default: twice --stall-timeout)",
+    )
+    group.add_argument(
+        "--warmup-file",
+        metavar="FILE",
+        help="JSON lines with prompt or messages, answered before the server is ready",
+    )
+    group.add_argument("--profile-dir", metavar="DIR", help="where /start_profile writes traces")
+    group.add_argument(
+        "--disable-frontend-multiprocessing",
+        action="store_true",
+        help="run the engine in a thread of the server instead of a process of its own",
+    )
+    group.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    group.add_argument("--disable-access-log", action="store_true", help="no line a request")
+    group.add_argument(
+        "--disable-access-log-for-endpoints",
+        type=_names,
+        default=("/health", "/ping", "/metrics"),
+        metavar="A,B,...",
+        help="paths without such a line (default: /health, /ping, /metrics)",
+    )
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("answers")
+    group.add_argument(
+        "--enable-force-include-usage", action="store_true", help="usage at the end of every stream"
+    )
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="values for the chat template where a request gives none",
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """A JSON list, or names with commas between them."""
+    if text.lstrip().startswith("["):
+        return tuple(str(item) for item in cast("list[Any]", json.loads(text)))
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value: Any = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+_names.__name__, _json_object.__name__ = "list of names", "JSON object"
