@@ -94,6 +94,7 @@ def run_case(case: Case, cache: str, *, default_pool: bool) -> dict[str, object]
         "weights_mb": _mb(plan.weights),
         "slots_mb": _mb(plan.slots),
         "workspace_mb": _mb(plan.workspace),
+        "largest_program_mb": _mb(max(runner.temp_bytes().values(), default=0)),
         "in_use_less_pool_mb": _mb(started["in_use"] - pool),
         "peak_at_ready_less_pool_mb": _mb(started["peak"] - pool),
         "predicted_mb": _mb(predicted),

@@ -40,6 +40,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--gpu", default="", help="a GPU's name, as H200, or its GiB (default: the device here)"
     )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the largest programs for the device here and say what they need "
+        "(by itself where that is a GPU)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     add_engine_flags(parser)
     return parser
@@ -60,11 +66,16 @@ def _run(args: argparse.Namespace) -> int:
     if args.gpu:
         os.environ["JAX_PLATFORMS"] = "cpu"  # the device meant need not be here
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    return _print_plan(config, args.gpu, num_devices, as_json=args.json)
+    if args.compile and (args.gpu or num_devices > 1):
+        raise ConfigError("--compile is for one device that is here: leave out --gpu and -tp")
+    return _print_plan(config, args, num_devices)
 
 
-def _print_plan(config: EngineConfig, gpu: str, num_devices: int, *, as_json: bool) -> int:
+def _print_plan(config: EngineConfig, args: argparse.Namespace, num_devices: int) -> int:
     from jaxpaged.engine import advice, capacity, factory, memory  # bring JAX, which takes seconds
+    from jaxpaged.engine.compiled_memory import compiled_workspace
+
+    gpu = args.gpu
 
     memory.limit_device_memory(config.cache.gpu_memory_utilization)
     device = memory.named_device(gpu) if gpu else memory.present_device(config)
@@ -79,14 +90,20 @@ def _print_plan(config: EngineConfig, gpu: str, num_devices: int, *, as_json: bo
         return capacity.plan_memory(changed, model, weights, dtype, device)
 
     plan = replan(config)
+    compiled = None
+    if args.compile or (plan.fits and num_devices == 1 and not (gpu or device.is_cpu)):
+        compiled = compiled_workspace(files, plan, dtype)
     verdict = "fits" if plan.fits else f"does not fit: {advice.refusal(plan, replan, config)}"
     write = sys.stdout.write
-    if as_json:
-        write(json.dumps(_numbers(plan, dtype.name, num_devices, verdict)) + "\n")
+    if args.json:
+        numbers = _numbers(plan, dtype.name, num_devices, verdict)
+        write(json.dumps(numbers | {"compiled_workspace_bytes": compiled}) + "\n")
     else:
         each = f", each of {num_devices} devices" if num_devices > 1 else ""
         write(f"{files.path.name}, {dtype.name}{each}\n")
         write("".join(f"{line}\n" for line in (plan.lines() if plan.fits else plan.lines()[:-3])))
+        if compiled is not None:
+            write(f"compiled           {capacity.gib(compiled)} of workspace in the largest step\n")
         write(f"verdict            {verdict}\n")
         if num_devices > 1:
             write("note               this version runs on one device; more is an outlook\n")

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.plan import main
+from tests.support.models import write_model
 
 CONFIGS = Path(__file__).parent.parent / "benchmarks" / "configs"
 
@@ -46,9 +47,19 @@ def test_two_devices_hold_half_each(capsys):
     assert numbers[0]["workspace_bytes"] > numbers[1]["workspace_bytes"]
 
 
+def test_the_largest_programs_are_compiled_on_the_device_here(tmp_path, capsys):
+    model = write_model("R", tmp_path)
+    flags = ["--compile", "--json", "--max-num-batched-tokens", "64", "--max-num-seqs", "4"]
+    assert main([str(model), *flags, "--num-gpu-blocks-override", "9"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    logits = 4 * 512 * 4
+    assert logits < numbers["compiled_workspace_bytes"] < numbers["workspace_bytes"]
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
+        (["--gpu", "H200", "--compile"], "leave out --gpu and -tp"),
         (["--gpu", "H2OO"], "--gpu is 'H2OO', known are"),
         (["--gpu", "H200", "--max-model-len", "9000"], "over the 8192 positions"),
         (["--gpu", "H200", "-tp", "0"], "allowed are 1 to 64"),

@@ -185,6 +185,11 @@ class Runner:
         """Take another page pool of the same shapes; nothing may be running."""
         self._state = state
 
+    def temp_bytes(self) -> dict[str, int]:
+        """What each program at hand needs while it runs, beside its arguments and results."""
+        analysed = {name: program.memory_analysis() for name, program in self._programs.items()}
+        return {name: found.temp_size_in_bytes for name, found in analysed.items() if found}
+
     def close(self) -> None:
         """Give the device's memory back to XLA's allocator (which keeps it for this process)."""
         for leaf in jax.tree.leaves((self.params, self._state)):
