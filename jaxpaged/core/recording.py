@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -56,8 +56,9 @@ class RecordedScheduler:
 
     def add(self, seq: Sequence) -> None:
         self._scheduler.add(seq)
-        request = dataclasses.replace(seq.request, page_hashes=())
-        self._write("add", seq_id=seq.seq_id, choice=seq.choice, request=request)
+        request = dataclasses.replace(seq.request, page_hashes=(), grammar=None)
+        fields = {"request": request, "has_grammar": seq.request.grammar is not None}
+        self._write("add", seq_id=seq.seq_id, choice=seq.choice, **fields)
 
     def abort(self, seq: Sequence) -> None:
         self.finish(seq, "abort", None)
@@ -132,6 +133,10 @@ def replay(file: Path) -> Replay:
     return Replay(player.num_plans, player.scheduler.num_preemptions, mismatch)
 
 
+class _AnyGrammar:
+    """Stands for a grammar: planning asks only whether there is one."""
+
+
 class _Player:
     """A scheduler that lives through recorded events."""
 
@@ -148,6 +153,8 @@ class _Player:
         match event["event"]:
             case "add":
                 request = msgspec.convert(event["request"], Request)
+                if event["has_grammar"]:
+                    request = dataclasses.replace(request, grammar=cast("Any", _AnyGrammar()))
                 prompt, seq_id = list(request.prompt_token_ids), event["seq_id"]
                 seq = Sequence(seq_id, request, event["choice"], prompt, len(prompt))
                 self._seqs[seq_id] = seq
@@ -157,7 +164,9 @@ class _Player:
             case "reset_prefix_cache":
                 self.scheduler.reset_prefix_cache()
             case "plan":
-                plan = self._plans[self.num_plans] = self.scheduler.schedule()
+                plan = self.scheduler.schedule()
+                if plan:
+                    self._plans[self.num_plans] = plan
                 self.num_plans += 1
                 return plan_hash(plan) == event["hash"]
             case "commit":

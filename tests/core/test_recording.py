@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpaged.config.speculation import Speculation
+from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.recording import RecordedScheduler, replay
 from jaxpaged.errors import ConfigError
 from jaxpaged.replay import main
@@ -51,6 +53,20 @@ def test_a_recorded_storm_is_planned_the_same_again(tmp_path, policy, capsys):
     assert main([str(file)]) == 0
     assert "all as recorded" in capsys.readouterr().out
     assert file.stat().st_mode & 0o077 == 0
+
+
+def test_of_a_grammar_it_is_kept_that_there_is_one(tmp_path):
+    """While a row follows a grammar nobody's next tokens are guessed, so it must be known."""
+    file = tmp_path / "run.jsonl"
+    scheduler = make_scheduler(max_num_seqs=3, speculation=Speculation("ngram", 3, 3, 1))
+    loop = Loop(RecordedScheduler(scheduler, file))
+    for i in range(4):
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        grammar = object() if i == 3 else None
+        loop.scheduler.add(make_sequence(i, [7, 8] * 5, 30, params=params, grammar=grammar))
+    loop.run()
+    assert replay(file).mismatch is None
+    assert file.read_text().count('"has_grammar":true') == 1
 
 
 def test_a_replay_finds_the_first_plan_that_differs(tmp_path, capsys):
