@@ -19,7 +19,7 @@ from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.generation import generate
 from jaxpaged.engine.grammar_rows import compile_grammar
-from jaxpaged.engine.inbox import EventSink
+from jaxpaged.engine.inbox import EventSink, Sinks
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.texts import PromptTexts
@@ -44,7 +44,7 @@ class AsyncLLM:
         self._parts, self._engine = parts, parts.engine
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._sinks: dict[str, EventSink] = {}
+        self._sinks = Sinks()
         self._arriving: dict[str, int] = {}  # prompt tokens by request, until the engine has them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
@@ -214,9 +214,7 @@ class AsyncLLM:
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Have a request's caller see `error`; one that is not here is no error."""
-        sink = self._sinks.get(request_id)
-        if sink is not None:
-            sink.fail(error)
+        self._sinks.fail(request_id, error)
 
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, run by the engine's thread between two steps.
@@ -302,7 +300,7 @@ class AsyncLLM:
                     if events and self.on_events is not None:
                         self.on_events(events)
                     elif events:
-                        self._tell(lambda events=events: self._deliver(events))
+                        self._tell(functools.partial(self._sinks.deliver, events))
         except BaseException as error:
             log.exception("the engine has stopped")
             self._error = ran_out(self._parts.plan, error) or error
@@ -313,12 +311,5 @@ class AsyncLLM:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            sink = self._sinks.get(event.request_id)
-            if sink is not None:
-                sink.put(event)
-
     def _fail_all(self) -> None:
-        for sink in self._sinks.values():
-            sink.fail(EngineStopped(f"the engine has stopped: {self._error}"))
+        self._sinks.fail_all(EngineStopped(f"the engine has stopped: {self._error}"))

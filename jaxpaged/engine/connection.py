@@ -5,7 +5,7 @@ import itertools
 import time
 from typing import Any
 
-from jaxpaged.engine.inbox import EventSink
+from jaxpaged.engine.inbox import Sinks
 from jaxpaged.engine.wire import (
     Beat,
     Events,
@@ -25,7 +25,7 @@ class EngineConnection(asyncio.Protocol):
     """The socket to the engine's process: calls that wait, sinks, and the last state heard."""
 
     def __init__(self) -> None:
-        self.sinks: dict[str, EventSink] = {}
+        self.sinks = Sinks()
         self.error: EngineStopped | None = None
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = loop.create_future()
@@ -49,10 +49,7 @@ class EngineConnection(asyncio.Protocol):
             match message:
                 case Events():
                     self.load, self.progress_at = message.load, self.heard_at
-                    for event in message.events:
-                        sink = self.sinks.get(event.request_id)
-                        if sink is not None:
-                            sink.put(event)
+                    self.sinks.deliver(message.events)
                 case Beat():
                     self.load, self.has_work = message.load, message.has_work
                     self.progress_at = self.heard_at - message.seconds_without_progress
@@ -97,9 +94,7 @@ class EngineConnection(asyncio.Protocol):
             if future is not None and not future.done():
                 future.set_exception(error)
         elif refusal.request_id is not None:
-            sink = self.sinks.get(refusal.request_id)
-            if sink is not None:
-                sink.fail(error)
+            self.sinks.fail(refusal.request_id, error)
         elif not self.ready.done():
             self.ready.set_exception(error)
         else:
@@ -115,5 +110,4 @@ class EngineConnection(asyncio.Protocol):
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(error)
-        for sink in list(self.sinks.values()):
-            sink.fail(error)
+        self.sinks.fail_all(error)

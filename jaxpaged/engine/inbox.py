@@ -1,6 +1,7 @@
 """Events on their way from the engine's thread to a request's caller."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Protocol
 
 from jaxpaged.core.request import TokenEvent
@@ -11,6 +12,26 @@ class EventSink(Protocol):
 
     def put(self, event: TokenEvent) -> None: ...
     def fail(self, error: Exception) -> None: ...
+
+
+class Sinks(dict[str, EventSink]):
+    """The sinks of all open requests, by request id."""
+
+    def deliver(self, events: Iterable[TokenEvent]) -> None:
+        for event in events:
+            sink = self.get(event.request_id)
+            if sink is not None:
+                sink.put(event)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Have a request's caller see `error`; one that is not here is no error."""
+        sink = self.get(request_id)
+        if sink is not None:
+            sink.fail(error)
+
+    def fail_all(self, error: Exception) -> None:
+        for sink in list(self.values()):
+            sink.fail(error)
 
 
 class Inbox:

@@ -224,9 +224,7 @@ class RemoteLLM:
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Have a request's caller see `error`; one that is not here is no error."""
-        sink = self._connection.sinks.get(request_id)
-        if sink is not None:
-            sink.fail(error)
+        self._connection.sinks.fail(request_id, error)
 
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, done by the engine between two steps."""
