@@ -2,7 +2,7 @@
 
 JAX's serialised executables hold a pickle. This module reads only files that it wrote itself: the
 folder belongs to this user with mode 0700, and a file's SHA-256, kept beside it, is checked before
-a byte of it is interpreted. Whatever does not fit is compiled again, without a word to the user.
+a byte of it is interpreted. Whatever does not fit is compiled again.
 """
 
 import hashlib
@@ -13,7 +13,9 @@ import pickle
 import platform
 import stat
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,14 @@ import pallas_kernels
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("arrays.py", "core/packing.py", "engine/step.py", "layers", "models")
+SOURCES = (
+    "arrays.py",
+    "core/packing.py",
+    "engine/programs.py",
+    "engine/step.py",
+    "layers",
+    "models",
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,15 @@ class ExecutableStore:
             digest, payload = data[:32], data[32:]
             if not hmac.compare_digest(digest, hashlib.sha256(payload).digest()):
                 return None
-            return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+            load_kernel_runtime()
+            one_device = jax.devices()[:1]
+            return serialize_executable.deserialize_and_load(
+                *pickle.loads(payload), execution_devices=one_device
+            )
         except FileNotFoundError:
             return None
         except Exception as error:  # another machine's, a damaged one: compile instead
-            log.debug("executable %s not used: %s", path.name, error)
+            log.info("%s is compiled again: %s: %s", name, type(error).__name__, error)
             return None
 
     def save(self, name: str, compiled: Any) -> None:
@@ -109,6 +122,14 @@ def source_digest() -> str:
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+@cache
+def load_kernel_runtime() -> None:
+    """Programs with Mosaic kernels need a library that comes with the module that makes them."""
+    if jax.default_backend() == "gpu":
+        with suppress(ImportError):  # then no program here has such kernels
+            from jax.experimental.pallas import mosaic_gpu  # noqa: F401
 
 
 def _cpu_model() -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxpaged.arrays import DeviceState
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
@@ -32,7 +34,9 @@ from jaxpaged.engine.capacity import MemoryPlan, tree_bytes
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, machine_identity
 from jaxpaged.engine.inputs import InputProcessor
+from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device
+from jaxpaged.engine.programs import Programs, ProgramSource
 from jaxpaged.engine.runner import Runner
 from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.layers.attention import AttentionOp, paged_attention
@@ -97,16 +101,24 @@ def build_engine(
     with _timed(phases, "tokenizer"):
         tokenizer = tokenizer_for(config.model, loaded.path)
         template = template_for(config.model, tokenizer)
-    with _timed(phases, "page pool"):
-        weights = bytes_in_use() or weights
-        plan = plan_or_refuse(config, loaded.config, weights, dtype, device)
-        config, model = settled(config, plan), plan.model
-        with memory_explained(plan):
-            runner, parts = _device_side(config, plan, loaded, dtype, attention, logits_processors)
+    weights = bytes_in_use() or weights
+    plan = plan_or_refuse(config, loaded.config, weights, dtype, device)
+    config, model = settled(config, plan), plan.model
+    processors = dict(logits_processors or {})
+    make_state = partial(
+        init_device_state, model, plan.num_pages, plan.page_size, plan.max_num_seqs, dtype
+    )
+    programs = _programs(
+        config, plan, loaded, jax.eval_shape(make_state), attention, tuple(processors.values())
+    )
     wants_warm = warm and platform != "cpu"
     if config.compile.warmup == "all" or (config.compile.warmup == "auto" and wants_warm):
+        # before the pool takes the memory in which XLA tries ways to multiply
         with _timed(phases, "programs"), memory_explained(plan):
-            _warm_up(runner, parts.ladder, show_progress)
+            _warm_up(programs, ladder_of(config), show_progress)
+    with _timed(phases, "page pool"), memory_explained(plan):
+        runner = Runner(model, loaded.params, make_state(), programs)
+    parts = _host_side(config, plan, processors)
     metrics = EngineMetrics(_served_name(config), model.max_len)
     metrics.cache_config(
         block_size=config.cache.page_size,
@@ -149,15 +161,9 @@ class _HostSide:
     ladder: BucketLadder
 
 
-def _device_side(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    loaded: LoadedModel,
-    dtype: np.dtype,
-    attention: AttentionOp | None,
-    logits_processors: Mapping[str, LogitsProcessor] | None,
-) -> tuple[Runner, _HostSide]:
-    """The page pool on both sides, and the runner over it."""
+def _host_side(
+    config: EngineConfig, plan: MemoryPlan, processors: Mapping[str, LogitsProcessor]
+) -> _HostSide:
     cache, sched, model = config.cache, config.scheduler, plan.model
     max_num_seqs, budget = plan.max_num_seqs, plan.max_num_batched_tokens
     page_size, num_pages = plan.page_size, plan.num_pages
@@ -177,29 +183,50 @@ def _device_side(
     scheduler = Scheduler(limits, pool, PrefixCache(pool))
     if sched.record is not None:
         scheduler = cast("Scheduler", RecordedScheduler(scheduler, Path(sched.record)))
-    processors = dict(logits_processors or {})
     bits = {name: bit for bit, name in enumerate(processors)}
     builder = BatchBuilder(pages_per_seq, page_size, max_num_seqs, model.vocab, bits)
-    ladder = default_ladder(
+    return _HostSide(scheduler, builder, ladder_of(config))
+
+
+def _programs(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    loaded: LoadedModel,
+    state: DeviceState,
+    attention: AttentionOp | None,
+    processors: tuple[LogitsProcessor, ...],
+) -> Programs:
+    """What finds and compiles the programs; of the state only shapes are needed."""
+    model, page_size, num_pages = plan.model, plan.page_size, plan.num_pages
+    pages_per_seq = -(-model.max_len // page_size)
+    layout_of = partial(PackedLayout, pages_per_seq=pages_per_seq, vocab=model.vocab)
+    source = ProgramSource(
+        loaded.graphdef, loaded.params, state, layout_of, processors, model.max_len
+    )
+    is_plain = attention is None and not processors  # nothing that only this process knows
+    is_cacheable = is_plain and config.compile.compile_cache_dir != ""
+    folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
+    store = ExecutableStore(folder, f"{model}\n{num_pages} x {page_size}\n{machine_identity()}")
+    start_processes = None
+    if is_plain:
+        told = lowering_setup(config, num_pages, model.max_len)
+        start_processes = partial(LoweringProcesses, setup=told)
+    return Programs(source, store, start_processes)
+
+
+def ladder_of(config: EngineConfig) -> BucketLadder:
+    """The buckets of an engine whose sizes are settled."""
+    sched = config.scheduler
+    assert sched.max_num_seqs is not None
+    assert sched.max_num_batched_tokens is not None
+    return default_ladder(
         "cpu" if jax.default_backend() == "cpu" else "gpu",
-        max_num_seqs,
-        budget,
+        sched.max_num_seqs,
+        sched.max_num_batched_tokens,
         config.compile.batch_buckets,
         config.compile.token_buckets,
         sched.speculation,
     )
-    is_cacheable = attention is None and not processors and config.compile.compile_cache_dir != ""
-    folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
-    runner = Runner(
-        model,
-        loaded.graphdef,
-        loaded.params,
-        init_device_state(model, num_pages, page_size, max_num_seqs, dtype),
-        lambda bucket: PackedLayout(bucket, pages_per_seq, model.vocab),
-        tuple(processors.values()),
-        ExecutableStore(folder, f"{model}\n{num_pages} x {page_size}\n{machine_identity()}"),
-    )
-    return runner, _HostSide(scheduler, builder, ladder)
 
 
 def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
@@ -216,7 +243,7 @@ def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
     return found
 
 
-def _warm_up(runner: Runner, ladder: BucketLadder, show_progress: bool) -> None:
+def _warm_up(programs: Programs, ladder: BucketLadder, show_progress: bool) -> None:
     buckets = ladder.all_buckets()
     with tqdm(total=len(buckets), desc="programs", disable=not show_progress) as bar:
 
@@ -224,7 +251,7 @@ def _warm_up(runner: Runner, ladder: BucketLadder, show_progress: bool) -> None:
             bar.total, bar.n = total, done
             bar.refresh()
 
-        runner.warm_up(buckets, notice)
+        programs.warm_up(buckets, notice)
 
 
 def open_files(

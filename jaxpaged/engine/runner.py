@@ -1,39 +1,19 @@
 """The runner owns the device: weights, page pool, compiled steps. It alone knows both sides."""
 
-import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxpaged.arrays import DeviceState, Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.core.packing import HostBatch, PackedLayout
-from jaxpaged.engine.executables import ExecutableStore
-from jaxpaged.engine.step import (
-    STEP_WORDS,
-    TOP_WORDS,
-    SamplerState,
-    make_forward,
-    make_sample,
-    reset_counts,
-)
+from jaxpaged.core.packing import HostBatch
+from jaxpaged.engine.programs import Programs
+from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, SamplerState
 from jaxpaged.errors import InvariantError
-from jaxpaged.layers.sampling import TOP_LOGPROBS, LogitsProcessor
-
-log = logging.getLogger(__name__)
-
-RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
+from jaxpaged.layers.sampling import TOP_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -76,47 +56,24 @@ class Runner:
     Args:
         params: the decoder's weights on the device.
         state: the page pool and what else changes; owned by the runner from here on.
-        layout_of: the packed layout of a bucket.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        graphdef: nnx.GraphDef,
-        params: Params,
-        state: DeviceState,
-        layout_of: Callable[[Bucket], PackedLayout],
-        processors: tuple[LogitsProcessor, ...],
-        store: ExecutableStore,
-    ):
+    def __init__(self, model: ModelConfig, params: Params, state: DeviceState, programs: Programs):
         self.model, self.params = model, params
-        self._graphdef, self._state = graphdef, state
-        self._layout_of, self._processors, self._store = layout_of, processors, store
-        self._programs: dict[str, Any] = {}
-        self._lock = threading.Lock()
-        self.num_compilations = 0
-        self.num_loaded = 0
+        self._state, self._programs = state, programs
+
+    @property
+    def num_compilations(self) -> int:
+        return self._programs.num_compilations
+
+    @property
+    def num_loaded(self) -> int:
+        """Programs that were found on disk."""
+        return self._programs.num_loaded
 
     @property
     def state(self) -> DeviceState:
         return self._state
-
-    def warm_up(self, buckets: Iterable[Bucket], notice: Callable[[int, int], None]) -> None:
-        """Load or compile every bucket, in parallel; `notice(done, total)` after each."""
-        jobs = {
-            name: job
-            for bucket in buckets
-            for name, job in (
-                (bucket.forward_name, partial(self._forward, bucket)),
-                (bucket.sample_name, partial(self._sample, bucket)),
-            )
-        }
-        jobs |= {f"reset {n}": partial(self._reset, n) for n in self._reset_lengths()}
-        with ThreadPoolExecutor(_num_compile_threads()) as pool:
-            futures = [pool.submit(job) for job in jobs.values()]
-            for done, future in enumerate(futures, 1):
-                future.result()
-                notice(done, len(jobs))
 
     def dispatch(self, batch: HostBatch) -> PendingStep:
         """Start a step; returns at once where the device computes asynchronously."""
@@ -153,11 +110,11 @@ class Runner:
 
     def set_history(self, slot: int, token_ids: tuple[int, ...], num_prompt_tokens: int) -> None:
         """Tell the penalties what the sequence in `slot` holds so far."""
-        length = next(n for n in self._reset_lengths() if n >= len(token_ids))
+        program, length = self._programs.reset(len(token_ids))
         padded = np.zeros(length, np.int32)
         padded[: len(token_ids)] = token_ids
         scalars = [np.int32(n) for n in (num_prompt_tokens, len(token_ids))]
-        counts = self._reset(length)(self._state.output_counts, np.int32(slot), padded, *scalars)
+        counts = program(self._state.output_counts, np.int32(slot), padded, *scalars)
         self._state = replace(self._state, output_counts=counts)
 
     def update_params(self, params: Params) -> None:
@@ -197,84 +154,18 @@ class Runner:
         self._programs.clear()
 
     def _start_forward(self, bucket: Bucket, packed: jax.Array) -> PendingLogits:
-        self._state, logits = self._forward(bucket)(self.params, self._state, packed)
+        self._state, logits = self._programs.forward(bucket)(self.params, self._state, packed)
         return PendingLogits(bucket, logits)
 
     def _start_sampling(self, pending: PendingLogits, packed: jax.Array) -> PendingStep:
         state = SamplerState(self._state.last_token_ids, self._state.output_counts)
-        state, words = self._sample(pending.bucket)(state, pending.logits, packed)
+        state, words = self._programs.sample(pending.bucket)(state, pending.logits, packed)
         self._state = replace(
             self._state, last_token_ids=state.last_token_ids, output_counts=state.output_counts
         )
         words.copy_to_host_async()
         return PendingStep(pending.bucket, words)
 
-    def _forward(self, bucket: Bucket) -> Any:
-        def lower():
-            layout = self._layout_of(bucket)
-            forward = jax.jit(make_forward(self._graphdef, layout), donate_argnums=1)
-            words = _int32(layout.forward_size)
-            return forward.lower(_shapes(self.params), _shapes(self._state), words)
 
-        return self._program(bucket.forward_name, lower)
-
-    def _sample(self, bucket: Bucket) -> Any:
-        def lower():
-            layout = self._layout_of(bucket)
-            sample = jax.jit(make_sample(layout, self._processors), donate_argnums=0)
-            state = SamplerState(self._state.last_token_ids, self._state.output_counts)
-            logits = jax.ShapeDtypeStruct((bucket.num_logits, self.model.vocab), jnp.float32)
-            return sample.lower(_shapes(state), logits, _int32(layout.sample_size))
-
-        return self._program(bucket.sample_name, lower)
-
-    def _reset(self, length: int) -> Any:
-        def lower():
-            arguments = _int32(), _int32(length), _int32(), _int32()
-            reset = jax.jit(reset_counts, donate_argnums=0)
-            return reset.lower(_shapes(self._state.output_counts), *arguments)
-
-        return self._program(f"reset {length}", lower)
-
-    def _reset_lengths(self) -> list[int]:
-        longest = self.model.max_len
-        return [*(n for n in RESET_LENGTHS if n < longest), longest]
-
-    def _program(self, name: str, lower: Callable[[], Any]) -> Any:
-        """The finished program of that name: at hand, from disk, or compiled now."""
-        compiled = self._programs.get(name)
-        if compiled is None:
-            compiled = self._programs[name] = self._load(name) or self._compile(name, lower)
-        return compiled
-
-    def _load(self, name: str) -> Any | None:
-        compiled = self._store.load(name)
-        if compiled is not None:
-            with self._lock:
-                self.num_loaded += 1
-        return compiled
-
-    def _compile(self, name: str, lower: Callable[[], Any]) -> Any:
-        start = time.monotonic()
-        compiled = lower().compile()
-        with self._lock:
-            self.num_compilations += 1
-        log.debug("compiled %s in %.1f s", name, time.monotonic() - start)
-        self._store.save(name, compiled)
-        return compiled
-
-
-def _num_compile_threads() -> int:
-    return min(16, len(os.sched_getaffinity(0)))
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _is_shape(x: Any) -> bool:
+def _is_shape(x: object) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple)

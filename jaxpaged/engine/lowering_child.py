@@ -1,0 +1,66 @@
+"""A process that lowers programs for another one: `python -m jaxpaged.engine.lowering_child`."""
+
+import dataclasses
+import json
+import os
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxpaged.config.settings import GROUPS, EngineConfig
+from jaxpaged.core.packing import PackedLayout
+from jaxpaged.engine.factory import ladder_of, model_dtype, open_files
+from jaxpaged.engine.lowering import FAILED, export_program
+from jaxpaged.engine.programs import ProgramSource
+from jaxpaged.models.decoder import init_device_state
+
+
+def main() -> None:
+    """Read the setup, then answer names with exports until the input ends."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    setup = json.loads(requests.readline())
+    config = _config(setup["config"])
+    programs = _source(config, setup).all_programs(ladder_of(config).all_buckets())
+    for line in requests:
+        try:
+            program = programs[line.decode().rstrip("\n")]()
+            data = export_program(program.function, program.arguments)
+        except Exception as error:  # whatever it is, the other side can do without
+            data = FAILED + f"{type(error).__name__}: {error}".encode()
+        answers.write(len(data).to_bytes(8) + data)
+        answers.flush()
+
+
+def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
+    """The same as the engine's, from shapes alone."""
+    dtype, page_size = (
+        model_dtype(config.model.dtype, jax.default_backend()),
+        config.cache.page_size,
+    )
+    files = open_files(config, dtype)
+    model = dataclasses.replace(files.config, max_len=setup["max_len"])
+    max_num_seqs = config.scheduler.max_num_seqs
+    assert max_num_seqs is not None
+    make_state = partial(
+        init_device_state, model, setup["num_pages"], page_size, max_num_seqs, dtype
+    )
+    pages_per_seq = -(-model.max_len // page_size)
+    layout_of = partial(PackedLayout, pages_per_seq=pages_per_seq, vocab=model.vocab)
+    return ProgramSource(
+        files.graphdef, files.params, jax.eval_shape(make_state), layout_of, (), model.max_len
+    )
+
+
+def _config(data: dict[str, Any]) -> EngineConfig:
+    def restored(group: dict[str, Any]) -> dict[str, Any]:
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in group.items()}
+
+    groups: Any = {name: kind(**restored(data[name])) for name, kind in GROUPS.items()}
+    return EngineConfig(**groups)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The compiled programs of one model and one page pool: from disk, or lowered and compiled."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.arrays import DeviceState, Params
+from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.packing import PackedLayout
+from jaxpaged.engine.executables import ExecutableStore
+from jaxpaged.engine.lowering import LoweringProcesses, lower_exported
+from jaxpaged.engine.step import SamplerState, make_forward, make_sample, reset_counts
+from jaxpaged.layers.sampling import LogitsProcessor
+
+log = logging.getLogger(__name__)
+
+RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
+FEW_TOKENS = 32  # up to here XLA's own Triton products read weights faster than cuBLAS does
+FEWEST_FOR_PROCESSES = 12  # programs to lower; for fewer, processes take longer to start
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function before it is compiled. `donated` is the argument whose memory it may reuse."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # shapes
+    result: Any  # the tree that it returns
+    donated: int
+    options: dict[str, Any]  # of XLA
+
+    def lower(self) -> Any:
+        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments)
+
+
+class ProgramSource:
+    """Says what each program computes, on which shapes.
+
+    Args:
+        params, state: arrays, or their shapes.
+        layout_of: the packed layout of a bucket.
+        max_len: the longest sequence.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        params: Params,
+        state: DeviceState,
+        layout_of: Callable[[Bucket], PackedLayout],
+        processors: tuple[LogitsProcessor, ...],
+        max_len: int,
+    ):
+        self._graphdef, self._layout_of, self._processors = graphdef, layout_of, processors
+        self._params, self._state = _shapes(params), _shapes(state)
+        self.reset_lengths = [*(n for n in RESET_LENGTHS if n < max_len), max_len]
+
+    def forward(self, bucket: Bucket) -> Program:
+        layout = self._layout_of(bucket)
+        function = make_forward(self._graphdef, layout)
+        arguments = (self._params, self._state, _int32(layout.forward_size))
+        on_gpu = jax.default_backend() == "gpu"
+        options = {"xla_gpu_enable_triton_gemm": bucket.num_tokens <= FEW_TOKENS} if on_gpu else {}
+        result = jax.tree.structure((self._state, 0))
+        return Program(bucket.forward_name, function, arguments, result, 1, options)
+
+    def sample(self, bucket: Bucket) -> Program:
+        layout = self._layout_of(bucket)
+        vocab = self._state.output_counts.shape[1]
+        state = SamplerState(self._state.last_token_ids, self._state.output_counts)
+        logits = jax.ShapeDtypeStruct((bucket.num_logits, vocab), jnp.float32)
+        arguments = (state, logits, _int32(layout.sample_size))
+        function, result = make_sample(layout, self._processors), jax.tree.structure((state, 0))
+        return Program(bucket.sample_name, function, arguments, result, 0, {})
+
+    def reset(self, length: int) -> Program:
+        arguments = (self._state.output_counts, _int32(), _int32(length), _int32(), _int32())
+        return Program(f"reset {length}", reset_counts, arguments, jax.tree.structure(0), 0, {})
+
+    def all_programs(self, buckets: Iterable[Bucket]) -> dict[str, Callable[[], Program]]:
+        """What makes each program that these buckets need, by name; large ones first."""
+        programs: dict[str, Callable[[], Program]] = {}
+        for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
+            programs[bucket.forward_name] = partial(self.forward, bucket)
+            programs[bucket.sample_name] = partial(self.sample, bucket)
+        for length in self.reset_lengths:
+            programs[f"reset {length}"] = partial(self.reset, length)
+        return programs
+
+
+class Programs:
+    """Gives finished programs by what they are for. Safe for use by several threads.
+
+    Args:
+        start_processes: starts processes that lower programs, or None where they cannot be told
+            what to lower.
+    """
+
+    def __init__(
+        self,
+        source: ProgramSource,
+        store: ExecutableStore,
+        start_processes: Callable[[int], LoweringProcesses] | None = None,
+    ):
+        self.source, self._store, self._start_processes = source, store, start_processes
+        self._finished: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self.num_compilations = 0
+        self.num_loaded = 0
+
+    def forward(self, bucket: Bucket) -> Any:
+        return self._finished.get(bucket.forward_name) or self._get(self.source.forward(bucket))
+
+    def sample(self, bucket: Bucket) -> Any:
+        return self._finished.get(bucket.sample_name) or self._get(self.source.sample(bucket))
+
+    def reset(self, length: int) -> Any:
+        """The program for a history of `length` tokens or fewer, and its padded length."""
+        padded = next(n for n in self.source.reset_lengths if n >= length)
+        return self._finished.get(f"reset {padded}") or self._get(self.source.reset(padded)), padded
+
+    def warm_up(self, buckets: Iterable[Bucket], notice: Callable[[int, int], None]) -> None:
+        """Load every program, and compile in parallel what is not there.
+
+        `notice(done, total)` is called after each. Lowering holds the interpreter's lock, so for
+        many programs it happens in processes of its own.
+        """
+        programs = self.source.all_programs(buckets)
+        with ThreadPoolExecutor(_num_threads()) as pool:
+            found = list(pool.map(lambda make: self._load(make().name), programs.values()))
+            missing = [
+                make for make, there in zip(programs.values(), found, strict=True) if not there
+            ]
+            notice(len(programs) - len(missing), len(programs))
+            processes = None
+            if self._start_processes and len(missing) >= FEWEST_FOR_PROCESSES:
+                processes = self._start_processes(max(1, _num_threads() // 2))
+            try:
+                futures = [pool.submit(self._compile_with, processes, make) for make in missing]
+                for done, future in enumerate(futures, 1 + len(programs) - len(missing)):
+                    future.result()
+                    notice(done, len(programs))
+            finally:
+                if processes:
+                    processes.close()
+
+    def clear(self) -> None:
+        self._finished.clear()
+
+    def _get(self, program: Program) -> Any:
+        if not self._load(program.name):
+            self._compile(program, program.lower())
+        return self._finished[program.name]
+
+    def _load(self, name: str) -> bool:
+        compiled = self._store.load(name)
+        if compiled is None:
+            return False
+        with self._lock:
+            self.num_loaded += 1
+            self._finished[name] = compiled
+        return True
+
+    def _compile_with(
+        self, processes: LoweringProcesses | None, make: Callable[[], Program]
+    ) -> None:
+        program = make()
+        exported = processes.lower(program.name) if processes else None
+        if exported is None:
+            self._compile(program, program.lower())
+        else:
+            lowered = lower_exported(exported, program.arguments, program.result, program.donated)
+            self._compile(program, lowered)
+
+    def _compile(self, program: Program, lowered: Any) -> None:
+        start = time.monotonic()
+        compiled = lowered.compile(compiler_options=program.options or None)
+        with self._lock:
+            self.num_compilations += 1
+            self._finished[program.name] = compiled
+        log.debug("compiled %s in %.1f s", program.name, time.monotonic() - start)
+        self._store.save(program.name, compiled)
+
+
+def _num_threads() -> int:
+    return min(16, len(os.sched_getaffinity(0)))
+
+
+def _shapes(tree: Any) -> Any:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+    return jax.tree.map(shape, tree)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
