@@ -1,9 +1,12 @@
 """Programs come from processes, from disk or from here: the answers are the same."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine import lowering, programs
+from jaxpaged.engine.executables import ExecutableStore
 from jaxpaged.engine.llm import LLM
 from tests.support import engines
 
@@ -61,30 +64,42 @@ def test_a_process_that_ends_is_done_without(monkeypatch):
     processes.close()
 
 
-def test_a_second_start_compiles_nothing_but_what_was_damaged(model_folder, usual, tmp_path):
-    cache = tmp_path / "cache"
-    first = start(model_folder, cache, warmup="all").parts.engine.runner
-    assert first.num_loaded == 0
-    second = start(model_folder, cache, warmup="all").parts.engine.runner
-    assert (second.num_compilations, second.num_loaded) == (0, first.num_compilations)
+def test_a_second_start_compiles_nothing(model_folder, usual, tmp_path):
+    first = start(model_folder, tmp_path / "cache")
+    assert answers(first) == usual
+    second = start(model_folder, tmp_path / "cache")
+    assert answers(second) == usual
+    before, after = first.parts.engine.runner, second.parts.engine.runner
+    assert (before.num_loaded, after.num_compilations) == (0, 0)
+    assert after.num_loaded == before.num_compilations
 
-    file = min(cache.iterdir())
+
+@pytest.fixture
+def store(tmp_path):
+    """A store with one program in it."""
+    store = ExecutableStore(tmp_path / "cache", "model, pool")
+    store.save("double", jax.jit(lambda x: 2 * x).lower(jnp.float32(0)).compile())
+    return store
+
+
+def test_a_stored_program_computes_what_it_did(store):
+    assert store.load("double")(jnp.float32(4)) == 8
+    assert store.load("half") is None
+
+
+def test_a_program_of_another_pool_is_not_loaded(store):
+    assert ExecutableStore(store.folder, "model, other pool").load("double") is None
+
+
+@pytest.mark.parametrize("place", [0, 40, -1])
+def test_a_damaged_program_is_not_loaded(store, place):
+    (file,) = store.folder.iterdir()
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[place] ^= 1
     file.write_bytes(data)
-    third = start(model_folder, cache, warmup="all")
-    assert third.parts.engine.runner.num_compilations == 1
-    assert answers(third) == usual
+    assert store.load("double") is None
 
 
-def test_programs_of_another_pool_are_not_loaded(model_folder, tmp_path):
-    start(model_folder, tmp_path / "cache", warmup="all")
-    other = start(model_folder, tmp_path / "cache", num_gpu_blocks_override=40, warmup="all")
-    assert other.parts.engine.runner.num_loaded == 0
-
-
-def test_a_folder_that_others_may_write_is_not_read(model_folder, tmp_path):
-    cache = tmp_path / "cache"
-    start(model_folder, cache, warmup="all")
-    cache.chmod(0o770)
-    assert start(model_folder, cache, warmup="all").parts.engine.runner.num_loaded == 0
+def test_a_folder_that_others_may_write_is_not_read(store):
+    store.folder.chmod(0o770)
+    assert store.load("double") is None
