@@ -61,7 +61,7 @@ class EngineControl:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages that no sequence holds."""
-        self._engine.scheduler.cache.reset()
+        self._engine.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int) -> None:
         """Free the device: weights go to host memory (1) or are read again later (2).

@@ -280,7 +280,7 @@ async def test_a_control_that_breaks_the_engine_is_answered(server):
     def broken() -> None:
         raise RuntimeError("broken on purpose")
 
-    server.engine.scheduler.cache.reset = broken
+    server.engine.scheduler.reset_prefix_cache = broken
     reply = await asyncio.wait_for(server.send("POST", "/reset_prefix_cache"), 10)
     assert reply.status == 500
     await until(lambda: not server.llm.is_running)

@@ -57,7 +57,7 @@ class FakeEngine:
     last_request: Request | None = None
     scheduler: Any = field(
         default_factory=lambda: SimpleNamespace(
-            num_waiting_tokens=0, num_waiting=0, cache=SimpleNamespace(reset=lambda: None)
+            num_waiting_tokens=0, num_waiting=0, reset_prefix_cache=lambda: None
         )
     )
     runner: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
