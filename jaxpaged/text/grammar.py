@@ -93,10 +93,11 @@ class Grammars:
 
     def kept(self, params: GrammarParams) -> CompiledGrammar | None:
         """What was compiled already."""
+        key = _key(params)
         with self._lock:
-            found = self._kept.get(_key(params))
+            found = self._kept.get(key)
             if found is not None:
-                self._kept.move_to_end(_key(params))
+                self._kept.move_to_end(key)
             return found
 
     def compile(self, params: GrammarParams) -> CompiledGrammar:
@@ -108,14 +109,15 @@ class Grammars:
         found = self.kept(params)
         if found is not None:
             return found
-        deadline = time.monotonic() + self.time_limit_s
         if not self._tokenizer.eos_token_ids:
             raise not_served("structured outputs need a tokenizer with an end-of-text token")
+        tree, _ = self.tree, self.ll_tokenizer  # made once; not this grammar's time
+        deadline = time.monotonic() + self.time_limit_s
         param, grammar, lark = _read(params)
         endings, shortest = None, None
         if grammar is not None:
             network = Network(grammar, param=param, deadline=deadline)
-            endings = Endings(network, self.tree)
+            endings = Endings(network, tree)
             shortest = endings.needs[endings.start]
             if shortest >= NEVER:
                 raise refusal(f"{param}: nothing fits it")
@@ -204,7 +206,10 @@ def _key(params: GrammarParams) -> str:
         params.disable_any_whitespace,
         params.disable_additional_properties,
     )
-    return json.dumps([*given, *style])
+    try:
+        return json.dumps([*given, *style])
+    except RecursionError:
+        raise refusal("json: the schema is nested too deep") from None
 
 
 def _read(params: GrammarParams) -> tuple[str, Grammar | None, str]:

@@ -31,6 +31,7 @@ from tests.server.test_tools import streamed
 from tests.support.models import BOS, byte_ids, write_model
 
 MELT = "\U0001fae0"
+FIELDS = ("structured_outputs", "max_tokens")
 WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -325,3 +326,63 @@ async def test_langchain_gets_structured_answers(serve, method):
     )
     answer = await chat.with_structured_output(Weather, method=method).ainvoke("hi")
     assert isinstance(answer, Weather)
+
+
+async def test_the_official_client_gets_json_of_its_schema(serve):
+    server = await serve("R")
+    words = ["naïve", "数据", 'a"b']
+    schema = {
+        "$defs": {"w": {"enum": words}},
+        "type": "object",
+        "properties": {"w": {"$ref": "#/$defs/w"}},
+        "required": ["w"],
+        "additionalProperties": False,
+    }
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    messages = [{"role": "user", "content": "ABC"}]
+    async with client:
+        chats = await asyncio.gather(
+            *[
+                client.chat.completions.create(
+                    model="R", messages=messages, response_format=wanted, seed=seed, max_tokens=40
+                )
+                for seed in range(12)
+            ]
+        )
+        answers = [json.loads(chat.choices[0].message.content)["w"] for chat in chats]
+        assert set(answers) <= set(words)
+        assert {chat.choices[0].finish_reason for chat in chats} == {"stop"}
+        stream = await client.chat.completions.create(
+            model="R", messages=messages, response_format={"type": "json_object"}, seed=1,
+            max_tokens=25, stream=True,
+        )  # fmt: skip
+        text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+        assert isinstance(json.loads(text), dict)
+        done = await client.completions.create(
+            model="R", prompt="x", extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+        )
+        assert done.choices[0].text in ("yes", "no")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(
+                model="R", prompt="x", max_tokens=2, extra_body={"response_format": wanted}
+            )
+        assert caught.value.param == "max_tokens"
+        assert "9 tokens" in str(caught.value)
+
+
+async def test_a_heavy_or_hopeless_grammar_holds_up_nobody(serve):
+    server = await serve("R")
+    heavy = {"type": "array", "items": {"type": "string", "maxLength": 20_000}, "minItems": 3}
+    nested: dict = {"type": "string"}
+    for _ in range(500):
+        nested = {"type": "array", "items": nested}
+    bad = [{"json": heavy}, {"json": nested}, {"regex": "(a{1,999}){1,999}" * 500}]
+    jobs = [
+        asyncio.create_task(server.post({"prompt": "x", "structured_outputs": each}))
+        for each in bad
+    ]
+    async with unchanged(server, {"prompt": [5, 9, 13], "max_tokens": 8}):
+        replies = await asyncio.gather(*jobs)
+    assert {reply.status for reply in replies} <= {200, 400}
+    assert all(r.status == 200 or r.error["param"] in FIELDS for r in replies)

@@ -14,26 +14,33 @@ class TokenTree:
 
     def __init__(self, tokens: Sequence[bytes]):
         self._tokens = tokens
-        nodes: dict[bytes, int] = {b"": 0}
-        for token in set(tokens):
-            for end in range(len(token), 0, -1):
-                if token[:end] in nodes:
-                    break
-                nodes[token[:end]] = 0
-        ordered = sorted(nodes, key=lambda prefix: (len(prefix), prefix))
-        nodes = {prefix: number for number, prefix in enumerate(ordered)}
-        self.longest = len(ordered[-1])
-        lengths = np.array([len(prefix) for prefix in ordered])
-        self.levels = np.searchsorted(lengths, np.arange(self.longest + 2))  # first node of each
-        self.parent = np.array([nodes[p[:-1]] for p in ordered], np.int32)
-        self.byte = np.array([p[-1] if p else 0 for p in ordered], np.uint8)
-        self.node_of = np.array([nodes[token] for token in tokens], np.int32)  # 0: no token
-        self.is_token = np.zeros(len(ordered), bool)
-        self.is_token[self.node_of] = True
-        self.is_token[0] = False
-        self._children = dict(
-            zip((self.parent * 256 + self.byte).tolist()[1:], range(1, len(ordered)), strict=True)
-        )
+        ordered = sorted(set(tokens) - {b""})
+        lengths = np.array([len(token) for token in ordered])
+        self.longest = int(lengths.max(initial=1))
+        size = self.longest
+        joined = b"".join([token.ljust(size, b"\0") for token in ordered])
+        letters = np.frombuffer(joined, np.uint8).reshape(len(ordered), size)
+        shared = _num_shared(letters, lengths)
+        parents, letter_of = [np.zeros(1, np.int32)], [np.zeros(1, np.uint8)]
+        node_of = np.zeros(len(ordered), np.int32)  # of the beginning looked at, then of the whole
+        levels = [0, 1]
+        for depth in range(1, size + 1):
+            rows = np.flatnonzero(lengths >= depth)
+            is_new = np.ones(len(rows), bool)
+            is_new[1:] = (np.diff(rows) > 1) | (shared[rows[1:] - 1] < depth)
+            firsts = rows[is_new]
+            parents.append(node_of[firsts])
+            letter_of.append(letters[firsts, depth - 1])
+            node_of[rows] = levels[-1] + np.cumsum(is_new) - 1
+            levels.append(levels[-1] + len(firsts))
+        self.levels = np.array(levels)  # the first node of each
+        self.parent, self.byte = np.concatenate(parents), np.concatenate(letter_of)
+        node_by_token = dict(zip(ordered, node_of.tolist(), strict=True)) | {b"": 0}
+        self.node_of = np.array([node_by_token[token] for token in tokens], np.int32)  # 0: none
+        self.is_token = np.zeros(levels[-1], bool)
+        self.is_token[node_of] = True
+        keys = self.parent.astype(np.int64) * 256 + self.byte
+        self._children = dict(zip(keys.tolist()[1:], range(1, levels[-1]), strict=True))
         singles = [self.is_token[self.child(0, byte)] for byte in range(256)]
         self._num_singles = np.concatenate([[0], np.cumsum(singles)]).tolist()
 
@@ -47,3 +54,10 @@ class TokenTree:
 
     def bytes_of(self, token_id: int) -> bytes:
         return self._tokens[token_id]
+
+
+def _num_shared(letters: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """How many bytes each token has in common with the next one."""
+    differs = letters[1:] != letters[:-1]
+    first = np.where(differs.any(axis=1), differs.argmax(axis=1), letters.shape[1])
+    return np.minimum(first, np.minimum(lengths[1:], lengths[:-1]))
