@@ -22,6 +22,9 @@ class GrammarMatcher:
         self.failure: str | None = None
         self._num_walked = 0  # tokens that `_place` stands behind
         self._place, self._epoch = DEAD, 0
+        self._safe_above = 0  # no need to look while more tokens than this may come
+        if self._endings is not None:
+            self._safe_above = self._endings.worst(self._endings.start)
 
     @property
     def can_end(self) -> bool:
@@ -49,10 +52,10 @@ class GrammarMatcher:
             do.
         """
         endings = self._endings
-        most = None if endings is None else endings.most
-        if endings is None or (most is not None and budget > most):
+        if endings is None or budget > self._safe_above:
             return None
         place = self._walk(endings, token_ids)
+        self._safe_above = endings.worst(place)
         if place == DEAD or endings.is_safe(place, budget):
             return None
         return endings.mask(place, budget, self.vocabulary.eos_ids)

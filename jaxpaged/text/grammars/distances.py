@@ -68,39 +68,66 @@ def _token_ends(network: Network, tree: TokenTree, start: int) -> set[int]:
     return ends
 
 
-def most_cost(network: Network, cost: list[int]) -> int | None:
-    """The most tokens that any place in the network is from the end; None with recursion."""
-    own, calls = _by_piece(network, cost)
-    known: dict[int, int | None] = {}
+def worst_costs(network: Network, cost: list[int]) -> list[int]:
+    """Of each state the most tokens that any place on the way from it to its end is from the end.
 
-    def most(piece: int) -> int | None:
-        if piece not in known:
-            known[piece] = None  # what is still open calls itself
-            total = own[piece]
-            for called, back in calls[piece]:
-                inner = most(called)
-                if inner is None:
-                    return None
-                total = max(total, inner + cost[back] if cost[back] < ENDLESS else 0)
-            known[piece] = total
-        return known[piece]
+    ENDLESS where recursion leaves no bound.
+    """
+    before: dict[int, list[int]] = defaultdict(list)
+    for state, after in enumerate(_next_states(network)):
+        for one in after:
+            before[one].append(state)
+    pieces: dict[int, int] = {}
+    worst = list(map(int, cost))
 
-    return most(0)
+    def most(piece: int) -> int:
+        """The worst cost within a piece; what is still being looked at calls itself."""
+        if piece not in pieces:
+            pieces[piece] = ENDLESS
+            states = _reached(network, network.starts[piece])
+            own = {state: cost[state] if cost[state] < ENDLESS else 0 for state in states}
+            for state in states:
+                for called, back in network.calls[state]:
+                    if cost[back] < ENDLESS:
+                        own[state] = max(own[state], min(most(called) + cost[back], ENDLESS))
+            _spread(own, before, worst)
+            pieces[piece] = worst[network.starts[piece]]
+        return pieces[piece]
+
+    for piece in range(len(network.starts)):
+        most(piece)
+    return worst
 
 
-def _by_piece(network: Network, cost: list[int]) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Of each piece the largest cost of its states, and its calls."""
-    own, calls = [0] * len(network.starts), [list[tuple[int, int]]() for _ in network.starts]
-    for piece, start in enumerate(network.starts):
-        seen, waiting = {start}, [start]
+def _spread(own: dict[int, int], before: dict[int, list[int]], worst: list[int]) -> None:
+    """Each state gets the largest value of those that it leads to, itself included."""
+    done: set[int] = set()
+    for state in sorted(own, key=own.__getitem__, reverse=True):
+        waiting = [state] if state not in done else []
+        done.update(waiting)
         while waiting:
-            state = waiting.pop()
-            if cost[state] < ENDLESS:
-                own[piece] = max(own[piece], cost[state])
-            calls[piece] += network.calls[state]
-            after = [*network.empty[state], *(to for *_, to in network.arrows[state])]
-            after += [back for _, back in network.calls[state]]
-            new = [s for s in after if s not in seen]
-            seen.update(new)
-            waiting += new
-    return own, calls
+            one = waiting.pop()
+            worst[one] = own[state]
+            earlier = [s for s in before[one] if s not in done and s in own]
+            done.update(earlier)
+            waiting += earlier
+
+
+def _next_states(network: Network) -> list[list[int]]:
+    """Where each state leads within its piece, through called ones too."""
+    return [
+        [*empty, *(to for *_, to in arrows), *(back for _, back in calls)]
+        for empty, arrows, calls in zip(network.empty, network.arrows, network.calls, strict=True)
+    ]
+
+
+def _reached(network: Network, start: int) -> set[int]:
+    seen, waiting = {start}, [start]
+    while waiting:
+        state = waiting.pop()
+        after = [*network.empty[state], *(to for *_, to in network.arrows[state])]
+        after += [back for _, back in network.calls[state]]
+        new = [s for s in after if s not in seen]
+        seen.update(new)
+        waiting += new
+    return seen

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxpaged.text.grammars.distances import ENDLESS, costs_to_end, most_cost
+from jaxpaged.text.grammars.distances import ENDLESS, costs_to_end, worst_costs
 from jaxpaged.text.grammars.network import Network
 from jaxpaged.text.grammars.refusal import refusal
 from jaxpaged.text.grammars.vocabulary import TokenTree
@@ -18,6 +18,8 @@ from jaxpaged.text.grammars.vocabulary import TokenTree
 MAX_PLACES = 5_000  # kept at once
 MAX_KEPT_WALKS = 32  # each an i32 a token
 MAX_ALIKE = 1_000  # states an answer may be in at the same time
+WIDE = 100  # bytes that may come next, from which on a place is wide
+WIDE_DEPTH = 2  # bytes of a token that are looked at from wide places, if they are many
 DEAD = 0  # the number of the empty set
 NEVER = 1 << 30  # tokens needed where no ending exists
 
@@ -29,20 +31,23 @@ class Endings:
 
     def __init__(self, network: Network, tree: TokenTree):
         self.network, self.tree = network, tree
-        self.cost = costs_to_end(network, tree)
-        self.most = most_cost(network, self.cost)
+        self._cost = costs_to_end(network, tree)
+        self._worst_cost = worst_costs(network, self._cost)
         self.epoch = 0
         self._forget()
 
     def _forget(self) -> None:
         """Start again; numbers of an earlier epoch mean nothing."""
         self.epoch += 1
-        self._stacks: list[tuple[int, int, int]] = [(-1, -1, 0)]  # back to, below, tokens to end
+        # back to, the stack below, tokens to the end, and most tokens on the way there
+        self._stacks: list[tuple[int, int, int, int]] = [(-1, -1, 0, 0)]
         self._stack_ids: dict[tuple[int, int], int] = {}
         self._sets: list[frozenset[_Place]] = []
         self._ids: dict[tuple[frozenset[_Place], bool], int] = {}
+        self._steps: dict[int, int] = {}  # by place and byte
         self.needs: list[int] = []  # fewest tokens to the end
-        self._worst: list[int] = []  # of the place that is farthest from it
+        self._worst: list[int] = []  # the most that any place on from here is from the end
+        self._farthest: list[int] = []  # of the set's own places
         self._rows: list[np.ndarray | None] = []
         self._after: dict[int, np.ndarray] = {}
         self._number(frozenset(), False)
@@ -51,56 +56,74 @@ class Endings:
     def advance(self, place: int, data: bytes) -> int:
         """The set after `data`; DEAD where the grammar does not allow it."""
         for byte in data:
-            place = int(self._row(place)[byte])
+            after = self._steps.get(place * 256 + byte)
+            if after is None:
+                after = self._steps[place * 256 + byte] = self._after_byte(place, byte)
+            place = after
         return place
 
     def forget_if_full(self) -> None:
         if len(self._sets) > MAX_PLACES:
             self._forget()
 
+    def worst(self, place: int) -> int:
+        """The most tokens that any place from here on is from the end; NEVER without a bound."""
+        return min(self._worst[place], NEVER)
+
     def is_safe(self, place: int, budget: int) -> bool:
         """Whatever token comes next, the answer can end within `budget` tokens, it included."""
-        if self.most is not None:
-            return budget > self.most
-        return budget > self._worst[place] + self._most_added
+        if self._worst[place] < ENDLESS:
+            return budget > self._worst[place]
+        return budget > self._farthest[place] + self._most_added
 
     @cached_property
     def _most_added(self) -> int:
         """A bound on what one token adds: it may go into further pieces at each of its bytes."""
-        finite = [cost for cost in self.cost if cost < ENDLESS]
+        finite = [cost for cost in self._cost if cost < ENDLESS]
         return (self.tree.longest + 1) * max(self.network.call_depth) * max(finite)
 
     def mask(self, place: int, budget: int, eos_ids: np.ndarray) -> np.ndarray:
         """u32 words: tokens after which `budget - 1` more suffice, and EOS where it may end."""
-        allowed = np.zeros(-(-len(self.tree.node_of) // 32) * 32, np.uint8)
-        allowed[: len(self.tree.node_of)] = self.needs_after(place) < budget
+        fits = self._needs_after(place) < budget
+        if self.needs[place] and not fits.any():
+            fits = self._walk(place, is_whole=True) < budget
+        allowed = np.zeros(-(-len(fits) // 32) * 32, np.uint8)
+        allowed[: len(fits)] = fits
         allowed[eos_ids] = not self.needs[place]
         return np.packbits(allowed, bitorder="little").view("<u4")
 
-    def needs_after(self, place: int) -> np.ndarray:
-        """i32[tokens]: fewest tokens to the end once each token is taken; NEVER if not allowed."""
+    def _needs_after(self, place: int) -> np.ndarray:
+        """i32[tokens]: fewest tokens to the end once each token is taken; NEVER if not allowed.
+
+        Where almost any byte may come next, and each leads elsewhere, only short tokens are found.
+        """
         found = self._after.get(place)
         if found is None:
             if len(self._after) >= MAX_KEPT_WALKS:
                 del self._after[next(iter(self._after))]
-            found = self._after[place] = self._walk(place)
+            comes_back = bool((self._row(place) == place).any())
+            found = self._after[place] = self._walk(place, is_whole=comes_back)
         return found
 
-    def _walk(self, start: int) -> np.ndarray:
-        """Go down the token tree level by level, all its nodes at once."""
+    def _walk(self, start: int, *, is_whole: bool) -> np.ndarray:
+        """Go down the token tree level by level, all nodes of a level at once."""
         tree = self.tree
-        reached = np.zeros(len(tree.parent), np.int32)
-        reached[0] = start
-        for first, end in zip(tree.levels[1:-1], tree.levels[2:], strict=True):
-            before = reached[tree.parent[first:end]]
-            alive = np.flatnonzero(before)
+        found = np.full(len(tree.parent), NEVER, np.int32)
+        nodes, places = np.zeros(1, np.int64), np.full(1, start, np.int32)
+        for depth in range(tree.longest):
+            kept, row_of = np.unique(places, return_inverse=True)
+            rows = np.stack([self._row(int(place)) for place in kept])
+            if depth >= WIDE_DEPTH and not is_whole:
+                goes_on = (np.count_nonzero(rows, axis=1) < WIDE)[row_of]
+                nodes, row_of = nodes[goes_on], row_of[goes_on]
+            nodes, parents = tree.children(nodes)
+            places = rows[row_of[parents], tree.byte[nodes]]
+            alive = np.flatnonzero(places)
             if not len(alive):
                 break
-            places, row_of = np.unique(before[alive], return_inverse=True)
-            rows = np.stack([self._row(int(place)) for place in places])
-            reached[first + alive] = rows[row_of, tree.byte[first + alive]]
-        needs = np.array(self.needs, np.int32)
-        after = needs[reached[tree.node_of]]
+            nodes, places = nodes[alive], places[alive]
+            found[nodes] = np.array(self.needs, np.int32)[places]
+        after = found[tree.node_of]
         after[tree.node_of == 0] = NEVER
         return after
 
@@ -125,6 +148,19 @@ class Endings:
                 row[first:end] = self._closed(into)
         return row
 
+    def _after_byte(self, place: int, byte: int) -> int:
+        row = self._rows[place]
+        if row is not None:
+            return int(row[byte])
+        arrows = self.network.arrows
+        into = [
+            (to, stack)
+            for state, stack in self._sets[place]
+            for low, high, to in arrows[state]
+            if low <= byte <= high
+        ]
+        return self._closed(into) if into else DEAD
+
     def _closed(self, places: Sequence[_Place]) -> int:
         """The number of the set of `places` and all that they reach without a byte."""
         network, seen, waiting, can_end = self.network, set(places), list(places), False
@@ -134,12 +170,12 @@ class Endings:
             for piece, back in network.calls[state]:
                 new.append((network.starts[piece], self._stack(back, stack)))
             if state in network.ends:
-                back, below, _ = self._stacks[stack]
+                back, below = self._stacks[stack][:2]
                 can_end |= back < 0
                 if back >= 0:
                     new.append((back, below))
             for one in new:
-                if one not in seen and self.cost[one[0]] < ENDLESS:
+                if one not in seen and self._cost[one[0]] < ENDLESS:
                     seen.add(one)
                     waiting.append(one)
             if len(seen) > MAX_ALIKE:
@@ -150,17 +186,22 @@ class Endings:
         number = self._stack_ids.get((back, below))
         if number is None:
             number = self._stack_ids[back, below] = len(self._stacks)
-            rest = self.cost[back] + self._stacks[below][2]
-            self._stacks.append((back, below, rest))
+            _, _, rest, worst = self._stacks[below]
+            worst = max(worst, self._worst_cost[back] + rest)
+            self._stacks.append((back, below, self._cost[back] + rest, worst))
         return number
 
     def _number(self, places: frozenset[_Place], can_end: bool) -> int:
         number = self._ids.get((places, can_end))
         if number is None:
-            costs = [self.cost[s] + self._stacks[stack][2] for s, stack in places]
+            costs = [self._cost[s] + self._stacks[stack][2] for s, stack in places]
             number = self._ids[places, can_end] = len(self._sets)
             self._sets.append(places)
             self._rows.append(None)
             self.needs.append(0 if can_end else min([NEVER, *costs]))
-            self._worst.append(max([0, *(cost for cost in costs if cost < ENDLESS)]))
+            self._farthest.append(max([0, *(cost for cost in costs if cost < ENDLESS)]))
+            worst = [
+                max(self._worst_cost[s] + self._stacks[k][2], self._stacks[k][3]) for s, k in places
+            ]
+            self._worst.append(min(max([0, *worst]), ENDLESS))
         return number

@@ -33,12 +33,13 @@ class TokenTree:
             letter_of.append(letters[firsts, depth - 1])
             node_of[rows] = levels[-1] + np.cumsum(is_new) - 1
             levels.append(levels[-1] + len(firsts))
-        self.levels = np.array(levels)  # the first node of each
         self.parent, self.byte = np.concatenate(parents), np.concatenate(letter_of)
         node_by_token = dict(zip(ordered, node_of.tolist(), strict=True)) | {b"": 0}
         self.node_of = np.array([node_by_token[token] for token in tokens], np.int32)  # 0: none
         self.is_token = np.zeros(levels[-1], bool)
         self.is_token[node_of] = True
+        # a node's children stand together in the next level
+        self._first_child = np.searchsorted(self.parent[1:], np.arange(levels[-1] + 1)) + 1
         keys = self.parent.astype(np.int64) * 256 + self.byte
         self._children = dict(zip(keys.tolist()[1:], range(1, levels[-1]), strict=True))
         singles = [self.is_token[self.child(0, byte)] for byte in range(256)]
@@ -47,6 +48,14 @@ class TokenTree:
     def child(self, node: int, byte: int) -> int:
         """The node one byte further, 0 for none."""
         return self._children.get(node * 256 + byte, 0)
+
+    def children(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All children of `nodes`, and of each the place of its parent in `nodes`."""
+        firsts, ends = self._first_child[nodes], self._first_child[nodes + 1]
+        counts = ends - firsts
+        parents = np.repeat(np.arange(len(nodes)), counts)
+        offsets = np.arange(len(parents)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return firsts[parents] + offsets, parents
 
     def has_single(self, low: int, high: int) -> bool:
         """Some byte from `low` to `high` is a token by itself."""
