@@ -153,6 +153,9 @@ async def test_the_official_client_sends_its_key_and_gets_typed_errors(start, cl
     good, bad = client_of(server, "secret"), client_of(server, "wrong")
     asked = {"model": "S", "max_tokens": 2, "messages": [{"role": "user", "content": "ABC"}]}
     assert (await good.messages.create(**asked)).content[0].type == "text"
+    for key, status in (("secret", 200), ("wrong", 401)):
+        reply = await server.post(ask(max_tokens=1), PATH, headers={"X-Api-Key": key})
+        assert reply.status == status
     with pytest.raises(anthropic.AuthenticationError):
         await bad.messages.create(**asked)
     with pytest.raises(anthropic.NotFoundError):
