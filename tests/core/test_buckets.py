@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.buckets import Bucket, BucketLadder, default_ladder
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.plan import PlannedRow, StepPlan
@@ -124,3 +125,14 @@ def test_a_default_ladder_holds_every_plan_within_the_limits(
     assert bucket in ladder.all_buckets()
     assert bucket.num_tokens >= num_tokens
     assert bucket.num_seqs >= num_seqs
+
+
+def test_steps_with_drafts_have_sizes_of_their_own_where_speculation_is_on():
+    speculation = Speculation("ngram", 5, 4, 2)
+    plain = default_ladder("gpu", 256, 8192).all_buckets()
+    added = set(default_ladder("gpu", 256, 8192, speculation=speculation).all_buckets())
+    added -= set(plain)
+    assert {bucket.kind for bucket in added} == {"draft"}
+    assert {bucket.sampler for bucket in added} == {"greedy", "sampled"}
+    assert max(bucket.num_tokens for bucket in added) == 32 * 6
+    assert all(b.num_logits == b.num_samples == b.num_tokens >= b.num_seqs for b in added)
