@@ -159,19 +159,28 @@ def workspace_bytes(
 ) -> int:
     """What a step needs beside weights, pool and slots: activations and logits.
 
-    The largest moment counts: the feed-forward or the attention of one layer over all tokens, the
-    sampler over all rows, or the library trying a product out when it is compiled.
+    The largest moment counts: the feed-forward or the attention of one layer over all tokens, or
+    the sampler over all rows.
     """
-    size, tokens = dtype.itemsize, max_num_batched_tokens
-    kv_width = model.kv_heads * model.head_dim
+    tokens, kv_width = max_num_batched_tokens, model.kv_heads * model.head_dim
     attention = 3 * model.heads * model.head_dim + 2 * kv_width + 2 * model.embed
-    feed_forward = 3 * model.ffn + model.embed
-    activations = tokens * size * max(attention, feed_forward)
-    rows = max(max_num_seqs, min(MAX_SCORED_TOKENS, tokens))
-    logits = rows * model.vocab * 4
-    head = model.vocab * model.embed * size + logits
+    activations = tokens * dtype.itemsize * max(attention, 3 * model.ffn + model.embed)
+    logits = _logits_bytes(model, tokens, max_num_seqs)
+    return max(activations + logits, LOGIT_COPIES * logits) + LIBRARY_BYTES
+
+
+def trial_bytes(
+    model: ModelConfig, dtype: np.dtype, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """What XLA takes to try out the largest product where a program is compiled beside the pool."""
+    size, tokens = dtype.itemsize, max_num_batched_tokens
+    head = model.vocab * model.embed * size + _logits_bytes(model, tokens, max_num_seqs)
     gate_up = size * (2 * model.ffn * model.embed + tokens * (model.embed + 2 * model.ffn))
-    return max(activations + logits, LOGIT_COPIES * logits, head, gate_up) + LIBRARY_BYTES
+    return max(head, gate_up)
+
+
+def _logits_bytes(model: ModelConfig, tokens: int, max_num_seqs: int) -> int:
+    return max(max_num_seqs, min(MAX_SCORED_TOKENS, tokens)) * model.vocab * 4
 
 
 def _plan(
@@ -190,6 +199,8 @@ def _plan(
     page = page_bytes(model, cache.page_size, dtype)
     full = -(-model.max_len // cache.page_size)
     most_useful = 1 + max_num_seqs * full
+    workspace = workspace_bytes(model, dtype, budget, max_num_seqs)
+    trials = trial_bytes(model, dtype, budget, max_num_seqs)
     plan = MemoryPlan(
         device=device,
         model=model,
@@ -200,8 +211,8 @@ def _plan(
         limit=device.limit_bytes(config),
         weights=weights,
         slots=_aligned((max_num_seqs + 1) * model.vocab * 2),
-        workspace=workspace_bytes(model, dtype, budget, max_num_seqs),
-        margin=MARGIN_BYTES,
+        workspace=workspace,
+        margin=MARGIN_BYTES + max(0, trials - workspace),
         page=page,
         num_pages=most_useful,
         least_pages=1 + full if is_fixed else min(LEAST_PAGES, most_useful),
