@@ -4,9 +4,10 @@
 
 Each starts with dummy weights and a pool fixed by num_gpu_blocks_override (`--default-pool`: the
 planner's own), compiles its programs, runs more requests than run at once through every sampler,
-and compares weights, slots and workspace as planned with `peak_bytes_in_use` less the pool. What XLA
-takes to try products out comes before the pool, so it is no part of that peak; `--warm` starts a
-second time from the programs kept on disk. Exit code 1 where a case is off by over 5 % and 200 MB.
+and compares weights, slots and workspace as planned with `peak_bytes_in_use` less the pool. What
+XLA takes to try products out comes before the pool, so it is no part of that peak; `--warm` starts
+a second time from the programs kept on disk. Exit code 1 where a case is off by over 5 % and by
+over 200 MB.
 """
 
 import argparse

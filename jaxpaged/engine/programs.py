@@ -155,6 +155,11 @@ class Programs:
                 if processes:
                     processes.close()
 
+    def temp_bytes(self) -> dict[str, int]:
+        """What each finished program needs while it runs, beside its arguments and results."""
+        analysed = {name: program.memory_analysis() for name, program in self._finished.items()}
+        return {name: found.temp_size_in_bytes for name, found in analysed.items() if found}
+
     def clear(self) -> None:
         self._finished.clear()
 

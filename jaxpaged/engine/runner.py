@@ -144,8 +144,7 @@ class Runner:
 
     def temp_bytes(self) -> dict[str, int]:
         """What each program at hand needs while it runs, beside its arguments and results."""
-        analysed = {name: program.memory_analysis() for name, program in self._programs.items()}
-        return {name: found.temp_size_in_bytes for name, found in analysed.items() if found}
+        return self._programs.temp_bytes()
 
     def close(self) -> None:
         """Give the device's memory back to XLA's allocator (which keeps it for this process)."""
