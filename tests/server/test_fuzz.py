@@ -9,9 +9,11 @@ import pytest
 from jaxpaged.anthropic.schema import MessagesRequest
 from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import (
+    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerateRequest,
     TokenizeRequest,
 )
 from tests.server.conftest import CHAT, COMPLETIONS
@@ -21,6 +23,8 @@ BODIES = {
     CHAT: ChatRequest,
     "/v1/messages": MessagesRequest,
     "/v1/responses": ResponsesRequest,
+    "/inference/v1/generate": GenerateRequest,
+    "/inference/v1/abort_requests": AbortRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -29,6 +33,8 @@ GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 2},
     "/v1/responses": {"input": "ABC", "max_output_tokens": 2},
+    "/inference/v1/generate": {"token_ids": [32], "sampling_params": {"max_tokens": 2}},
+    "/inference/v1/abort_requests": {"request_ids": ["a"]},
     "/tokenize": {"prompt": "ABC"},
     "/detokenize": {"tokens": [32]},
 }
