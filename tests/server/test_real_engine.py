@@ -386,3 +386,16 @@ async def test_a_heavy_or_hopeless_grammar_holds_up_nobody(serve):
         replies = await asyncio.gather(*jobs)
     assert {reply.status for reply in replies} <= {200, 400}
     assert all(r.status == 200 or r.error["param"] in FIELDS for r in replies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_that_slept_answers_as_before(serve, level):
+    server = await serve("S")
+    body = {"prompt": "ABC", "max_tokens": 4}
+    assert (await server.post(body)).text == "DEFG"
+    assert (await server.send("POST", f"/sleep?level={level}")).status == 200
+    assert (await server.get("/is_sleeping")).body == {"is_sleeping": True}
+    assert (await server.post(body)).status == 503
+    assert (await server.send("POST", "/wake_up")).status == 200
+    assert (await server.post(body)).text == "DEFG"
