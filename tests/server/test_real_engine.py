@@ -368,7 +368,7 @@ async def test_the_official_client_gets_json_of_its_schema(serve):
                 model="R", prompt="x", max_tokens=2, extra_body={"response_format": wanted}
             )
         assert caught.value.param == "max_tokens"
-        assert "9 tokens" in str(caught.value)
+        assert "takes 12 tokens" in str(caught.value)
 
 
 async def test_a_heavy_or_hopeless_grammar_holds_up_nobody(serve):
