@@ -8,6 +8,7 @@ from typing import Any
 from jaxpaged.config.settings import ModelSettings
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.text.literals import render_literally
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer, load_tokenizer
 
@@ -43,9 +44,8 @@ def render_chat(
     **options: Any,
 ) -> dict[str, Any]:
     """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""
-    text = template.render(messages, **options)
-    # the template writes the special tokens itself, BOS included
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    text, ids = render_literally(template, tokenizer, messages, **options)
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def chat_template(template: ChatTemplate | None) -> ChatTemplate:

@@ -4,6 +4,7 @@ Encoding is the library's. Decoding is ours: bytes per token joined and read as 
 stream and a whole give the same text.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +69,23 @@ class Tokenizer:
         """No token stands for more characters of a text than this; worked out when first asked."""
         longest = max(map(len, self.raw.get_vocab()), default=1)
         return longest if self.raw.normalizer is None else longest * COMPOSED
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str] | None:
+        """Finds the characters of control tokens; None where the model has none."""
+        added = self.raw.get_added_tokens_decoder()
+        controls = sorted((added[i].content for i in self.special_ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, controls))) if controls else None
+
+    @cached_property
+    def _literal(self) -> RawTokenizer:
+        literal = RawTokenizer.from_str(self.raw.to_str())
+        literal.encode_special_tokens = True
+        return literal
+
+    def encode_literally(self, text: str) -> list[int]:
+        """Token ids of `text` in which the characters of a control token are only characters."""
+        return self._literal.encode(text, add_special_tokens=False).ids
 
     @property
     def bos_token_id(self) -> int | None:
