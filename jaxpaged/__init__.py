@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpaged.arrays import KVPages, RaggedBatch
+    from jaxpaged.core.beams import BeamSearchParams
     from jaxpaged.core.params import OutputKind, SamplingParams
     from jaxpaged.core.structured import StructuredOutputsParams
     from jaxpaged.engine.async_engine import AsyncLLM
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "jaxpaged.engine.async_engine",
     "AttentionSpec": "pallas_kernels.spec",
+    "BeamSearchParams": "jaxpaged.core.beams",
     "CompletionOutput": "jaxpaged.engine.outputs",
     "KVPages": "jaxpaged.arrays",
     "LLM": "jaxpaged.engine.llm",
@@ -35,6 +37,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "AttentionSpec",
+    "BeamSearchParams",
     "CompletionOutput",
     "KVPages",
     "Logprob",

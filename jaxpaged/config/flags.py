@@ -12,7 +12,7 @@ from jaxpaged.config.settings import GROUPS, EngineConfig
 from jaxpaged.errors import ConfigError
 
 # keyword arguments of LLM(...) that have another name than the field
-KEYWORD_ALIASES = {"block_size": "page_size"}
+KEYWORD_ALIASES = {"block_size": "page_size", "kv_offloading_size": "swap_space"}
 
 
 class ArgumentParser(argparse.ArgumentParser):

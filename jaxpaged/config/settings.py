@@ -84,6 +84,11 @@ class CacheSettings:
     num_gpu_blocks_override: int | None = setting(None, "pages of the pool, instead of both")
     enable_prefix_caching: bool = setting(True, "share pages of equal prefixes")
     cpu_kvcache_space: float = setting(1.0, "GiB of the page pool where there is no GPU")
+    swap_space: float = setting(
+        0.0,
+        "GiB of host memory for pages of preempted sequences",
+        aliases=("--kv-offloading-size",),
+    )
 
     def __post_init__(self):
         if self.page_size not in PAGE_SIZES:
@@ -92,6 +97,7 @@ class CacheSettings:
             )
         _check("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         _check("cpu_kvcache_space", self.cpu_kvcache_space, 1e-6, 1e6)
+        _check("swap_space", self.swap_space, 0, 1e6)
         if self.kv_cache_memory_bytes is not None:
             _check("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**50)
         if self.num_gpu_blocks_override is not None:
@@ -119,6 +125,11 @@ class SchedulerSettings:
         "API keys, or fewest prompt tokens to compute",
     )
     priority_mode: Literal["NONE", "FAST_FIRST"] = setting("NONE", "FAST_FIRST is the policy sjf")
+    preemption_mode: Literal["auto", "recompute", "swap"] = setting(
+        "auto",
+        "what becomes of a preempted sequence's KV; auto: to host memory, if there is --swap-space "
+        "and it is estimated cheaper than computing it again",
+    )
     admission: Literal["evict", "no-evict"] = setting(
         "evict", "no-evict: admit a sequence only when all of its max_tokens fit: no preemption"
     )

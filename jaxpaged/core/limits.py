@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.policies import PolicyName
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import ConfigError, InvariantError
+
+type PreemptionMode = Literal["auto", "recompute", "swap"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +26,19 @@ class SchedulerLimits:
     reserve_whole_answer: bool = False  # and all it may sample too: nothing is ever preempted
     scheduling_policy: PolicyName = "fcfs"
     speculation: Speculation | None = None  # None drafts nothing
+    preemption_mode: PreemptionMode = "recompute"  # auto: swap where that is estimated cheaper
+    num_host_pages: int = 0  # for swapped sequences
+    swap_gain: float = 1.0  # time to compute a token over the time to move one out and back in
 
     def __post_init__(self):
         for f in fields(self):
-            if f.name in ("scheduling_policy", "speculation"):
+            if f.name in ("scheduling_policy", "speculation", "preemption_mode", "swap_gain"):
                 continue
-            least = 0 if f.type is bool or f.name == "long_prefill_token_threshold" else 1
+            may_be_0 = f.type is bool or f.name in (
+                "long_prefill_token_threshold",
+                "num_host_pages",
+            )
+            least = 0 if may_be_0 else 1
             if getattr(self, f.name) < least:
                 raise ConfigError(f"{f.name} is {getattr(self, f.name)}, must be {least} or more")
 
@@ -36,6 +46,12 @@ class SchedulerLimits:
     def reserves(self) -> bool:
         """Admission looks at more pages than a sequence's first step needs."""
         return self.reserve_full_prompt or self.reserve_whole_answer
+
+    def num_reserved_tokens(self, seq: Sequence) -> int:
+        """Tokens for which admission looks for pages, where it looks further than a step."""
+        if self.reserve_whole_answer:
+            return seq.num_needed_tokens
+        return min(seq.num_known_tokens, seq.num_needed_tokens)
 
     def num_needed_tokens(self, seq: Sequence) -> int:
         """Tokens whose KV is ever needed: all but the last one that the sequence may sample."""
@@ -74,10 +90,12 @@ def check_states(
     slots = [seq.slot for seq in running] + list(free_slots)
     if sorted(slots, key=str) != sorted(range(num_slots), key=str):
         raise InvariantError(f"scheduler: slots {slots} are not each used or free once")
-    for seqs, state in ((running, SeqState.RUNNING), (waiting, SeqState.WAITING)):
+    for seqs, is_running in ((running, True), (waiting, False)):
         for seq in seqs:
-            if seq.state is not state or (state is SeqState.WAITING and seq.page_ids):
+            if (seq.state is SeqState.RUNNING) != is_running or (seq.page_ids and not is_running):
                 raise InvariantError(
-                    f"sequence {seq.seq_id} is {seq.state.value} with "
-                    f"{len(seq.page_ids)} pages among the {state.value} ones"
+                    f"sequence {seq.seq_id} is {seq.state.value} with {len(seq.page_ids)} pages "
+                    f"among the {'running' if is_running else 'waiting'} ones"
                 )
+            if (seq.state is SeqState.WAITING) and seq.num_computed_tokens:
+                raise InvariantError(f"sequence {seq.seq_id} waits with KV that nobody holds")

@@ -64,6 +64,9 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[str] | None = None  # names given to LLM(logits_processors=...)
     skip_reading_prefix_cache: bool = False
+    # share also the page that the prompt ends in, by copy, with requests that say the same: for
+    # prompts that go on where others end
+    copies_begun_page: bool = False
     explain: bool = False  # keep what the scheduler did, see docs/scheduling.md
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = field(default=None, compare=False)

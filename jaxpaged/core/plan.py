@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxpaged.core.sequence import Sequence
 
@@ -51,6 +51,19 @@ class RowColumns:
         self.num_preemptions.append(row.num_preemptions)
 
 
+class PageMove(NamedTuple):
+    """A transfer between the page pool and host memory. Moves are made in the order given.
+
+    `out` keeps copies of the pages under `seq_id`; `in` fills the pages with the kept ones from the
+    `first` on, and the kept ones are gone; `drop` lets them go.
+    """
+
+    kind: Literal["out", "in", "drop"]
+    seq_id: int
+    first: int
+    page_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Which sequences compute how many tokens in a step. Nobody changes its columns.
@@ -58,11 +71,15 @@ class StepPlan:
     `slot_resets` are the slots whose `output_counts` must be set before the step, each with the
     sequence's tokens and the length of its prompt. `drafts` are guessed tokens by row, counted in
     its `q_len`: such a row samples at every token, and all rows of the step are decodes.
+    `page_copies` are pairs of pages: before the step the second becomes a copy of the first; no
+    page is in both places. `page_moves`, to and from host memory, come before these.
     """
 
     columns: RowColumns = field(default_factory=RowColumns)
     slot_resets: tuple[tuple[int, tuple[int, ...], int], ...] = ()
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    page_copies: tuple[tuple[int, int], ...] = ()
+    page_moves: tuple[PageMove, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlannedRow]) -> "StepPlan":
@@ -121,6 +138,7 @@ class PlanDraft:
     next: Sequence | None = None  # waiting sequence that was last looked at
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     speculates: bool = False  # rows may be given drafts
+    page_copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     has_preempted: bool = False
     left_out_scored: bool = False
 

@@ -4,13 +4,16 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.sequence import Sequence
+from jaxpaged.core.sequence import Parent, Sequence
 from jaxpaged.errors import InvariantError
 
 _HASH_BITS = 256
 _TOKEN_BYTES = 4
+
+SHARED_SALT = "\0shared"  # of prefixes that all may read; no client can name it
 
 
 def page_hashes(
@@ -38,8 +41,17 @@ class _Entry:
     key: bytes
     page_id: int
     prefix_id: int
-    parent: int | str  # prefix id of the page before; of the first page, the salt
+    parent: Parent
     token_bytes: bytes
+    is_shared: bool  # sequences of every salt may read it
+    step: int  # in whose plan it was registered
+
+
+class Begun(NamedTuple):
+    """A page whose first `num_tokens` tokens a sequence may copy."""
+
+    page_id: int
+    num_tokens: int
 
 
 class PrefixCache:
@@ -47,6 +59,9 @@ class PrefixCache:
 
     A hash only points to a candidate: it counts when token ids, parent and salt are the same, so a
     collision costs a miss and never a wrong answer. `hash_bits` shortens the hash, for tests.
+
+    A page may be found before the device has filled it: steps run in the order of their plans, and
+    within a step every layer writes all KV before it attends.
     """
 
     def __init__(self, pool: PagePool, hash_bits: int = _HASH_BITS):
@@ -56,64 +71,125 @@ class PrefixCache:
         self._hash_bits = hash_bits
         self._by_key: dict[bytes, _Entry] = {}
         self._by_page: dict[int, _Entry] = {}
+        # pages begun by sequences whose followers copy them: exact tokens only, no hash
+        self._begun: dict[tuple[Parent, bytes], tuple[int, int]] = {}  # page id, step
+        self._begun_keys: dict[int, tuple[Parent, bytes]] = {}
+        self.step = 0  # number of the plan being made; a copy reads what earlier ones wrote
+        self._longest_shared = 0  # pages; 0 while nobody registered a prefix for all
         self._last_prefix_id = 0  # ids are never used twice: a page's parent may be gone
         pool.on_evict = self._on_evict
 
     def __len__(self) -> int:
         return len(self._by_page)
 
-    def find(self, seq: Sequence) -> list[int]:
-        """The pages that hold the sequence's first tokens; one token at least stays to compute."""
-        page_size = self.pool.page_size
-        most = (len(seq.token_ids) - 1) // page_size
-        if len(seq.page_hashes) < most:
-            self._extend_hashes(seq)
+    def find(self, seq: Sequence, first: int = 0) -> list[int]:
+        """The pages that hold the sequence's tokens from its page `first` on.
+
+        All its pages before must be registered. One token at least stays to compute.
+        """
+        return self._find(seq, first, (len(seq.token_ids) - 1) // self.pool.page_size)
+
+    def find_prompt(self, seq: Sequence) -> list[int]:
+        """The pages that hold the sequence's prompt, all that are full."""
+        return self._find(seq, 0, seq.num_prompt_tokens // self.pool.page_size)
+
+    def _find(self, seq: Sequence, first: int, most: int) -> list[int]:
         page_ids: list[int] = []
-        parent: int | str = seq.request.cache_salt
-        for index in range(most):
-            entry = self._by_key.get(self._key(seq.page_hashes[index]))
-            if entry is None or entry.parent != parent:
-                break
-            start = index * page_size
-            if entry.token_bytes != _as_bytes(seq.token_ids[start : start + page_size]):
+        parent: Parent = seq.prefix if first else seq.request.cache_root
+        for index in range(first, most):
+            entry = self._entry_at(seq, index, parent)
+            if entry is None:
                 break
             page_ids.append(entry.page_id)
-            parent = entry.prefix_id
+            parent = _parent_after(entry, seq)
         return page_ids
 
-    def share(self, seq: Sequence, page_ids: list[int]) -> None:
-        """Give a sequence without pages the ones that `find` found for it."""
-        self.pool.share(page_ids)
-        seq.page_ids = list(page_ids)
-        seq.num_computed_tokens = len(page_ids) * self.pool.page_size
-        seq.num_registered_pages = len(page_ids)
+    def find_begun(self, seq: Sequence, page_ids: list[int]) -> Begun | None:
+        """A page to copy after the full pages `page_ids`, with all that is known of the sequence,
+        or all but the last token, which stays to compute in any case.
+        """
+        page_size, num_known = self.pool.page_size, len(seq.token_ids)
+        start = len(page_ids) * page_size
+        parent: Parent = seq.request.cache_root
         if page_ids:
-            seq.prefix_id = self._by_page[page_ids[-1]].prefix_id
+            parent = _parent_after(self._by_page[page_ids[-1]], seq)
+        if num_known - start == page_size:
+            entry = self._entry_at(seq, len(page_ids), parent)
+            if entry is not None and entry.step < self.step:
+                return Begun(entry.page_id, page_size - 1)
+        if not 1 < num_known - start <= page_size:
+            return None  # with one token beyond the full pages there is nothing to copy
+        for end in (num_known, num_known - 1):
+            found = self._begun.get((parent, _as_bytes(seq.token_ids[start:end])))
+            if found is not None and found[1] < self.step:
+                return Begun(found[0], min(end, num_known - 1) - start)
+        return None
+
+    def share(self, seq: Sequence, page_ids: list[int], num_tokens: int) -> None:
+        """Give a sequence without pages the ones that `find` found for it.
+
+        What `num_tokens` counts beyond these comes from a copy, which the caller plans.
+        """
+        seq.page_ids = []
+        self.extend(seq, page_ids)
+        seq.num_computed_tokens = num_tokens
         if seq.num_preemptions == 0:
             self.num_query_tokens += len(seq.token_ids)
             self.num_hit_tokens += seq.num_computed_tokens
             seq.num_cached_tokens = seq.num_computed_tokens
 
+    def extend(self, seq: Sequence, page_ids: list[int]) -> None:
+        """Give a sequence pages that `find` found after its own, all of which are registered."""
+        self.pool.share(page_ids)
+        seq.page_ids += page_ids
+        seq.num_computed_tokens = len(seq.page_ids) * self.pool.page_size
+        seq.num_registered_pages = seq.num_shared_pages = len(seq.page_ids)
+        if page_ids:
+            seq.prefix = _parent_after(self._by_page[page_ids[-1]], seq)
+
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full pages among the first `num_tokens` tokens findable.
 
-        All of these must be computed, and read by the host.
+        All of these must be read by the host, and computed by a step that is planned already.
         """
         page_size = self.pool.page_size
         num_pages = num_tokens // page_size
         if len(seq.page_hashes) < num_pages:
             self._extend_hashes(seq)
+        if seq.request.cache_root[0] == SHARED_SALT:
+            self._longest_shared = max(self._longest_shared, num_pages)
         for index in range(seq.num_registered_pages, num_pages):
-            parent = seq.prefix_id if index else seq.request.cache_salt
+            parent = seq.prefix if index else seq.request.cache_root
             token_bytes = _as_bytes(seq.token_ids[index * page_size : (index + 1) * page_size])
             key = self._key(seq.page_hashes[index])
-            seq.prefix_id = self._enter(key, seq.page_ids[index], parent, token_bytes)
+            seq.prefix = self._enter(seq, key, seq.page_ids[index], parent, token_bytes)
             seq.num_registered_pages = index + 1
+
+    def register_begun(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the page that the first `num_tokens` tokens end in findable by its followers.
+
+        The full pages before it must be registered.
+        """
+        index, num_begun = divmod(num_tokens, self.pool.page_size)
+        if not num_begun or seq.num_registered_pages != index:
+            return
+        parent = seq.prefix if index else seq.request.cache_root
+        key = (parent, _as_bytes(seq.token_ids[num_tokens - num_begun : num_tokens]))
+        page_id = seq.page_ids[index]
+        if key not in self._begun and page_id not in self._begun_keys:
+            self._begun[key], self._begun_keys[page_id] = (page_id, self.step), key
+            self.pool.keep(page_id)
+
+    def forget_pages(self, page_ids: Seq[int]) -> None:
+        """Make these pages unfindable: what is in them must not be used."""
+        for page_id in page_ids:
+            if page_id in self._by_page or page_id in self._begun_keys:
+                self._on_evict(page_id)
+                self.pool.forget(page_id)
 
     def reset(self) -> None:
         """Forget all pages. Those that are held stay with their holders."""
-        for entry in list(self._by_page.values()):
-            self._drop(entry)
+        self.forget_pages([*self._by_page, *self._begun_keys])
 
     def check(self) -> None:
         """Compare both directions and the pool's marks.
@@ -123,34 +199,69 @@ class PrefixCache:
         """
         if {entry.page_id for entry in self._by_key.values()} != self._by_page.keys():
             raise InvariantError("prefix cache: the two directions name different pages")
-        lost = [page_id for page_id in self._by_page if not self.pool.is_kept(page_id)]
-        if lost or len(self._by_page) != self.pool.num_kept:
+        if {page_id: key for key, (page_id, _) in self._begun.items()} != self._begun_keys:
+            raise InvariantError("prefix cache: begun pages are named differently both ways")
+        known = self._by_page.keys() | self._begun_keys.keys()
+        lost = [page_id for page_id in known if not self.pool.is_kept(page_id)]
+        if lost or len(known) != self.pool.num_kept:
             raise InvariantError(f"prefix cache: the pool keeps other pages; lost {lost}")
 
-    def _enter(self, key: bytes, page_id: int, parent: int | str, token_bytes: bytes) -> int:
+    def _enter(
+        self, seq: Sequence, key: bytes, page_id: int, parent: Parent, token_bytes: bytes
+    ) -> Parent:
         entry = self._by_key.get(key)
         if entry is not None:
             if entry.parent == parent and entry.token_bytes == token_bytes:
                 return entry.prefix_id  # somebody else computed the same; this copy stays private
-            self._drop(entry)  # a collision, or a page that lost its parent: the newer one stays
+            # a collision, or a page that lost its parent: the newer one stays
+            self.forget_pages([entry.page_id])
         self._last_prefix_id += 1
-        entry = _Entry(key, page_id, self._last_prefix_id, parent, token_bytes)
+        is_shared = seq.request.cache_root[0] == SHARED_SALT
+        prefix_id = self._last_prefix_id
+        entry = _Entry(key, page_id, prefix_id, parent, token_bytes, is_shared, self.step)
         self._by_key[key] = self._by_page[page_id] = entry
         self.pool.keep(page_id)
         return entry.prefix_id
 
-    def _drop(self, entry: _Entry) -> None:
-        del self._by_key[entry.key], self._by_page[entry.page_id]
-        self.pool.forget(entry.page_id)
+    def _entry_at(self, seq: Sequence, index: int, parent: Parent) -> _Entry | None:
+        """The page with the sequence's tokens at `index` that follows `parent`."""
+        page_size = self.pool.page_size
+        token_bytes = _as_bytes(seq.token_ids[index * page_size : (index + 1) * page_size])
+        if index < self._longest_shared:
+            before: Parent = parent
+            if not index:
+                before = (SHARED_SALT, seq.request.adapter_id)
+            elif isinstance(parent, tuple) and isinstance(parent[0], int):
+                before = parent[0]
+            entry = self._by_key.get(self._key(self._shared_hash(seq, index)))
+            if entry and entry.parent == before and entry.token_bytes == token_bytes:
+                return entry
+        if len(seq.page_hashes) <= index:
+            self._extend_hashes(seq)
+        entry = self._by_key.get(self._key(seq.page_hashes[index]))
+        if entry and entry.parent == parent and entry.token_bytes == token_bytes:
+            return entry
+        return None
 
     def _on_evict(self, page_id: int) -> None:
-        entry = self._by_page.pop(page_id)
-        del self._by_key[entry.key]
+        entry = self._by_page.pop(page_id, None)
+        if entry is not None:
+            del self._by_key[entry.key]
+        key = self._begun_keys.pop(page_id, None)
+        if key is not None:
+            del self._begun[key]
 
     def _extend_hashes(self, seq: Sequence) -> None:
         seq.page_hashes = page_hashes(
-            seq.token_ids, self.pool.page_size, seq.request.cache_salt, seq.page_hashes
+            seq.token_ids, self.pool.page_size, _seed(*seq.request.cache_root), seq.page_hashes
         )
+
+    def _shared_hash(self, seq: Sequence, index: int) -> bytes:
+        if len(seq.shared_hashes) <= index:
+            num_tokens = min(self._longest_shared * self.pool.page_size, len(seq.token_ids))
+            salt = _seed(SHARED_SALT, seq.request.adapter_id)
+            seq.shared_hashes = page_hashes(seq.token_ids[:num_tokens], self.pool.page_size, salt)
+        return seq.shared_hashes[index]
 
     def _key(self, page_hash: bytes) -> bytes:
         if self._hash_bits == _HASH_BITS:
@@ -161,3 +272,14 @@ class PrefixCache:
 
 def _as_bytes(token_ids: Seq[int]) -> bytes:
     return array("i", token_ids).tobytes()
+
+
+def _seed(cache_salt: str, adapter_id: str) -> str:
+    return f"{adapter_id}\0{cache_salt}" if adapter_id else cache_salt
+
+
+def _parent_after(entry: _Entry, seq: Sequence) -> Parent:
+    """What the sequence's own page after this one follows."""
+    if entry.is_shared and seq.request.cache_root[0] != SHARED_SALT:
+        return entry.prefix_id, seq.request.cache_root
+    return entry.prefix_id

@@ -71,6 +71,10 @@ class RecordedScheduler:
         self._write("reset_prefix_cache")
         self._scheduler.reset_prefix_cache()
 
+    def drop_prefix(self, prefix_id: str) -> bool:
+        self._write("drop_prefix", prefix_id=prefix_id)
+        return self._scheduler.drop_prefix(prefix_id)
+
     def schedule(self) -> StepPlan:
         plan = self._scheduler.schedule()
         if plan:
@@ -163,6 +167,8 @@ class _Player:
                 self.scheduler.finish(self._seqs[event["seq_id"]], event["reason"], None)
             case "reset_prefix_cache":
                 self.scheduler.reset_prefix_cache()
+            case "drop_prefix":
+                self.scheduler.drop_prefix(event["prefix_id"])
             case "plan":
                 plan = self.scheduler.schedule()
                 if plan:

@@ -1,6 +1,7 @@
 """What a client asked, and what the engine tells about it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from jaxpaged.core.params import SamplingParams
@@ -25,12 +26,25 @@ class Request:
     arrival_time: float  # seconds, monotonic
     eos_token_ids: frozenset[int]
     priority: int = 0
-    cache_salt: str = ""
+    cache_salt: str = ""  # only requests of the same salt and adapter share cached pages
+    adapter_id: str = ""
     key_name: str = ""  # of the API key that it came with; never the key itself
     banned_ids: tuple[int, ...] = ()  # single-token bad words
     banned_runs: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
     grammar: RequestGrammar | None = None  # what its answers must look like
     page_hashes: tuple[bytes, ...] = ()  # of the prompt's full pages, where they are made already
+
+    pin_as: str = ""  # name under which its prompt's pages stay in the cache
+
+    @cached_property
+    def cache_root(self) -> tuple[str, str]:
+        """Where its chain of cached pages begins."""
+        return self.cache_salt, self.adapter_id
+
+    @cached_property
+    def copies_begun_page(self) -> bool:
+        """Its sequences take over a page that is not full, by copy, from one that computed it."""
+        return self.params.copies_begun_page or self.params.n > 1
 
 
 @dataclass(frozen=True)

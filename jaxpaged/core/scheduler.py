@@ -9,10 +9,11 @@ from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
 from jaxpaged.core.policies import make_policy
 from jaxpaged.core.prefix_cache import PrefixCache
+from jaxpaged.core.reuse import Hit, PageReuse
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.core.speculator import Speculator, take_verified
 from jaxpaged.core.trace import Trace, WaitCause, note_plan, wait_cause
-from jaxpaged.errors import InvariantError, PromptTooLong, RequestError
+from jaxpaged.errors import InvariantError, PromptTooLong
 
 
 class Scheduler:
@@ -26,7 +27,10 @@ class Scheduler:
         self.limits, self.pool, self.cache = limits, pool, cache
         self.num_preemptions = 0
         self._running: dict[int, Sequence] = {}  # by seq_id, oldest first
-        self._waiting = make_policy(limits.scheduling_policy, self._num_uncached)
+        self._reuse = PageReuse(limits, pool, cache)
+        self._forks, self.pinned = self._reuse.forks, self._reuse.pinned
+        self.tier = self._reuse.tier
+        self._waiting = make_policy(limits.scheduling_policy, self._reuse.num_uncached)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._scored_was_left_out = False
         self.wait_cause: WaitCause = "line"  # why the last plan admitted nobody further
@@ -44,16 +48,16 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._forks)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of all waiting sequences; costs a walk over them."""
-        return sum([len(seq.token_ids) for seq in self._waiting])
+        return sum([len(seq.token_ids) for seq in (*self._waiting, *self._forks)])
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._forks.ready)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence where the policy puts it.
@@ -67,15 +71,9 @@ class Scheduler:
             raise PromptTooLong(seq.num_prompt_tokens, sampled, limits.max_model_len)
         check_edits(request)
         seq.num_needed_tokens = limits.num_needed_tokens(seq)
-        needed = self.pool.pages_for(seq.num_needed_tokens)
-        if needed > self.pool.num_usable:
-            raise RequestError(
-                f"prompt of {seq.num_prompt_tokens} tokens, max_tokens {request.max_tokens}: need "
-                f"{needed} pages of {self.pool.page_size} tokens, the pool has "
-                f"{self.pool.num_usable}: shorten the prompt or lower max_tokens",
-                param="max_tokens",
-            )
-        self._waiting.add(seq)
+        self._reuse.check(seq)
+        if not self._forks.takes(seq):
+            self._waiting.add(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Finish a sequence that nobody waits for any more."""
@@ -89,14 +87,23 @@ class Scheduler:
         if seq.state is SeqState.FINISHED:
             return
         if seq.state is SeqState.RUNNING:
+            self._reuse.finishing(seq, reason)
             self._stop_running(seq)
-        else:
+        elif not self._forks.drop(seq):
             self._waiting.remove(seq)
+            self.tier.forget(seq)
+        if self._forks:
+            self._forks.release(seq)
         seq.become(SeqState.FINISHED)
         seq.finish_reason, seq.stop_reason = reason, stop_reason
 
+    def drop_prefix(self, prefix_id: str) -> bool:
+        """Let a warm prefix be evicted like any other; False if there is none of this id."""
+        return self.pinned.drop(prefix_id)
+
     def reset_prefix_cache(self) -> None:
-        """Forget all cached pages; those that are held stay with their holders."""
+        """Forget all cached pages, the pinned ones too; those of sequences stay with these."""
+        self.pinned.drop_all()
         self.cache.reset()
 
     def schedule(self) -> StepPlan:
@@ -104,10 +111,12 @@ class Scheduler:
 
         The plan is empty where nothing can be done before a step in flight is committed.
         """
+        self.cache.step += 1
+        self._forks.queue_ready(self._waiting)
         cap = plain_cap = self.limits.max_num_batched_tokens
         if self._scored_was_left_out:
             plain_cap = max(1, min(cap, self.limits.max_num_scored_tokens) // 2)
-        most = self.limits.max_num_scored_tokens, self.limits.long_prefill_token_threshold
+        most = self.limits.max_num_scored_tokens, self._reuse.most_of_one_prompt
         draft = PlanDraft(cap, plain_cap, *most)
         self._speculator.begin_step(draft, self._running.values(), bool(self._waiting))
         self._plan_running(draft)
@@ -119,7 +128,11 @@ class Scheduler:
         if self.traces:
             note_plan(self.traces, draft, self.wait_cause, self.pool.page_size, self.limits)
         self._waiting.served(draft.rows)
-        return StepPlan(draft.rows, tuple(draft.slot_resets), draft.drafts)
+        self._reuse.end_plan(draft.page_copies)
+        copies, resets = tuple(draft.page_copies), tuple(draft.slot_resets)
+        # without rows nobody writes to a page that is to be moved, and it may be moved later
+        moves = self.tier.take_moves() if draft.rows and self.tier.has_moves else ()
+        return StepPlan(draft.rows, resets, draft.drafts, copies, moves)
 
     def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[Sequence]:
         """Take in what a step sampled, one entry a row; what a row samples too early is None.
@@ -144,7 +157,7 @@ class Scheduler:
                 changed.append(seq)
             num_done = rows.starts[i] + rows.q_lens[i]
             if num_done // page_size > seq.num_registered_pages:
-                self._register(seq, rows.num_preemptions[i], num_done)
+                self._reuse.committed(seq, rows.num_preemptions[i], num_done)
             if samples:
                 ends = token in seq.stop_ids or len(seq.token_ids) > seq.num_needed_tokens
                 if ends and (cause := stop_cause(seq)):
@@ -161,14 +174,14 @@ class Scheduler:
             InvariantError: something does not add up.
         """
         self.pool.check()
-        self.pool.check_holders(seq.page_ids for seq in self._running.values())
+        self.pool.check_holders([holder.page_ids for holder in (*self.running, *self.pinned)])
         self.cache.check()
         check_states(self.running, list(self._waiting), self._free_slots, self.limits.max_num_seqs)
 
     def _settle(self, row: PlannedRow, num_done: int, cause: StopCause | None) -> Sequence:
         """What follows from tokens that a step with drafts gave."""
         if num_done // self.pool.page_size > row.seq.num_registered_pages:
-            self._register(row.seq, row.num_preemptions, num_done)
+            self._reuse.committed(row.seq, row.num_preemptions, num_done)
         if cause:
             self.finish(row.seq, *cause)
         return row.seq
@@ -205,6 +218,9 @@ class Scheduler:
         """A row for a sequence that holds pages, and more pages if it needs them."""
         guessed = self._speculator.draft(seq, draft, self.pool) if draft.speculates else ()
         q_len = draft.choose_q_len(seq, start)
+        if q_len > 1 and self._reuse.joins(seq):
+            start = seq.num_computed_tokens
+            q_len = draft.choose_q_len(seq, start)
         if q_len <= 0:
             return
         missing = self.pool.pages_for(start + q_len + len(guessed)) - len(seq.page_ids)
@@ -225,12 +241,12 @@ class Scheduler:
                 break
             if claimed < 0:
                 claimed = self._claimed_pages()
-            found = self._find_cached(seq)
-            start = len(found) * self.pool.page_size
-            q_len = draft.choose_q_len(seq, start)
-            if q_len <= 0 or not self._fits(seq, found, start + q_len, claimed):
+            hit = self._reuse.find(seq)
+            q_len = draft.choose_q_len(seq, hit.num_tokens)
+            num_tokens = hit.num_tokens + q_len
+            if q_len <= 0 or not self._fits(seq, hit, num_tokens, claimed):
                 break
-            self._admit(seq, found, start + q_len, draft)
+            self._admit(seq, hit, num_tokens, draft)
             self._add_row(seq, q_len, draft)
             if self.limits.reserves:
                 claimed += self._pages_to_come(seq)
@@ -245,42 +261,29 @@ class Scheduler:
         draft.num_tokens += q_len
         seq.num_computed_tokens = start + q_len
         seq.num_in_flight += samples
+        if start < seq.num_prompt_tokens or q_len > 1:
+            self._reuse.planned(seq, start)
 
-    def _find_cached(self, seq: Sequence) -> list[int]:
-        params = seq.request.params
-        skips = params.skip_reading_prefix_cache or params.prompt_logprobs is not None
-        return [] if skips or not self.limits.enable_prefix_caching else self.cache.find(seq)
-
-    def _fits(self, seq: Sequence, found: list[int], num_tokens: int, claimed: int) -> bool:
+    def _fits(self, seq: Sequence, hit: Hit, num_tokens: int, claimed: int) -> bool:
         """Whether the first `num_tokens` tokens find pages, or all that limits reserve for."""
         if self.limits.reserves:
-            num_tokens = self._num_reserved_tokens(seq)
-        needed = self.pool.pages_for(num_tokens) - len(found) + claimed
-        return needed + self.pool.num_free_among(found) <= self.pool.num_free
+            num_tokens = self.limits.num_reserved_tokens(seq)
+        return self._reuse.num_pages_to_take(hit, num_tokens) + claimed <= self.pool.num_free
 
     def _claimed_pages(self) -> int:
         running = self._running.values() if self.limits.reserves else ()
         return sum([self._pages_to_come(seq) for seq in running])
 
     def _pages_to_come(self, seq: Sequence) -> int:
-        return max(self.pool.pages_for(self._num_reserved_tokens(seq)) - len(seq.page_ids), 0)
+        return max(self.pool.pages_for(self.limits.num_reserved_tokens(seq)) - len(seq.page_ids), 0)
 
-    def _num_reserved_tokens(self, seq: Sequence) -> int:
-        if self.limits.reserve_whole_answer:
-            return seq.num_needed_tokens
-        return min(seq.num_known_tokens, seq.num_needed_tokens)
-
-    def _num_uncached(self, seq: Sequence) -> int:
-        return seq.num_known_tokens - len(self._find_cached(seq)) * self.pool.page_size
-
-    def _admit(self, seq: Sequence, found: list[int], num_tokens: int, draft: PlanDraft) -> None:
+    def _admit(self, seq: Sequence, hit: Hit, num_tokens: int, draft: PlanDraft) -> None:
         """Give a waiting sequence its slot, and pages for its first `num_tokens` tokens."""
         self._waiting.remove(seq)
         self._running[seq.seq_id] = seq
+        draft.page_copies += self._reuse.give_pages(seq, hit, num_tokens)
         seq.become(SeqState.RUNNING)
         seq.slot = self._free_slots.pop()
-        self.cache.share(seq, found)
-        seq.page_ids += self.pool.take(self.pool.pages_for(num_tokens) - len(found))
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.monotonic()
         if seq.request.params.has_penalties:
@@ -299,10 +302,12 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """By recompute: the pages go, the tokens stay; it waits to be admitted again."""
+        """The pages go, the tokens stay; it waits to be admitted again."""
+        is_swapped = self.tier.takes(seq)
         self._stop_running(seq)
-        seq.become(SeqState.WAITING)
-        seq.num_computed_tokens = 0
+        seq.become(SeqState.SWAPPED if is_swapped else SeqState.WAITING)
+        if not is_swapped:
+            seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.put_back(seq)
@@ -313,7 +318,3 @@ class Scheduler:
         assert seq.slot is not None
         self._free_slots.append(seq.slot)
         seq.page_ids, seq.slot = [], None
-
-    def _register(self, seq: Sequence, num_preemptions: int, num_done: int) -> None:
-        if self.limits.enable_prefix_caching and num_preemptions == seq.num_preemptions:
-            self.cache.register(seq, num_done)

@@ -6,17 +6,25 @@ from dataclasses import dataclass, field
 from jaxpaged.core.request import Request
 from jaxpaged.errors import InvariantError
 
+type Root = tuple[str, str]  # cache salt and adapter
+type Parent = int | Root | tuple[int, Root]
+"""What a cached page follows: the prefix id of the page before. A first page follows its request's
+`cache_root`; one's own page after one that is shared by all follows that one's id and the root."""
+
 
 class SeqState(enum.Enum):
     WAITING = "waiting"  # holds no pages
     RUNNING = "running"  # holds pages and a slot, takes part in steps
+    SWAPPED = "swapped"  # waits; copies of its pages are in host memory
     FINISHED = "finished"  # pages given back; final
 
 
-# RUNNING -> WAITING is preemption: the pages go, the tokens stay, to be computed again.
+# RUNNING -> WAITING or SWAPPED is preemption: the pages go, the tokens stay. SWAPPED -> WAITING is
+# the loss of the copies.
 _MAY_BECOME: dict[SeqState, frozenset[SeqState]] = {
     SeqState.WAITING: frozenset({SeqState.RUNNING, SeqState.FINISHED}),
-    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.FINISHED}),
+    SeqState.RUNNING: frozenset({SeqState.WAITING, SeqState.SWAPPED, SeqState.FINISHED}),
+    SeqState.SWAPPED: frozenset({SeqState.WAITING, SeqState.RUNNING, SeqState.FINISHED}),
     SeqState.FINISHED: frozenset(),
 }
 
@@ -51,7 +59,9 @@ class Sequence:
     num_needed_tokens: int = 0  # tokens whose KV is ever needed; set when the scheduler gets it
     num_registered_pages: int = 0  # leading pages whose content the prefix cache has seen
     arrival_mark: int = 0  # set by the scheduling policy
-    prefix_id: int = 0  # the prefix cache's name for the content of those pages
+    prefix: Parent = 0  # the prefix cache's name for the content of those pages
+    num_shared_pages: int = 0  # leading pages that others computed
+    shared_hashes: list[bytes] = field(default_factory=list[bytes])  # under the salt of all
     needs_read_tokens: bool = field(init=False)  # its next step needs tokens that the host has read
     sampler_level: int = field(init=False)  # 0 greedy, 1 random, 2 edits, 3 scores its prompt
     stop_ids: frozenset[int] = field(init=False)  # tokens that may end it

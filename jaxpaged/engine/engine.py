@@ -146,6 +146,10 @@ class Engine:
     def _build(self, plan: StepPlan) -> HostBatch:
         for slot, token_ids, num_prompt_tokens in plan.slot_resets:
             self.runner.set_history(slot, token_ids, num_prompt_tokens)
+        if plan.page_moves:
+            self.runner.move_pages(plan.page_moves)
+        if plan.page_copies:
+            self.runner.copy_pages(plan.page_copies)
         bucket = self._ladder.choose(plan)
         batch = self._builder.build(plan, bucket)
         self.num_padded_tokens += bucket.num_tokens - plan.num_tokens

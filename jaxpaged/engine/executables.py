@@ -32,6 +32,7 @@ SOURCES = (
     "arrays.py",
     "core/packing.py",
     "engine/programs.py",
+    "engine/page_moves.py",
     "engine/step.py",
     "layers",
     "models",

@@ -38,6 +38,7 @@ from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device
 from jaxpaged.engine.programs import Programs, ProgramSource
 from jaxpaged.engine.runner import Runner
+from jaxpaged.engine.swapping import swap_limits
 from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.layers.sampling import LogitsProcessor
@@ -179,6 +180,7 @@ def _host_side(
         reserve_whole_answer=sched.admission == "no-evict",
         scheduling_policy=sched.policy,
         speculation=sched.speculation,
+        **swap_limits(config, plan),
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool))
     if sched.record is not None:
@@ -201,7 +203,13 @@ def _programs(
     pages_per_seq = -(-model.max_len // page_size)
     layout_of = partial(PackedLayout, pages_per_seq=pages_per_seq, vocab=model.vocab)
     source = ProgramSource(
-        loaded.graphdef, loaded.params, state, layout_of, processors, model.max_len
+        loaded.graphdef,
+        loaded.params,
+        state,
+        layout_of,
+        processors,
+        model.max_len,
+        swaps=config.cache.swap_space > 0,
     )
     is_plain = attention is None and not processors  # nothing that only this process knows
     is_cacheable = is_plain and config.compile.compile_cache_dir != ""

@@ -9,13 +9,18 @@ from tqdm import tqdm
 from jaxpaged.arrays import Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.flags import config_from_keywords
+from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.pinned import WarmPrefix
 from jaxpaged.core.request import Request
+from jaxpaged.engine import beam_search
 from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.assembler import Assembler
+from jaxpaged.engine.beam_search import BeamSearchOutput
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.prefixes import warmed, warming_request
 from jaxpaged.engine.texts import chat_template, render_chat
 from jaxpaged.errors import EngineStopped, RequestError
 from jaxpaged.layers.attention import AttentionOp
@@ -119,6 +124,24 @@ class LLM:
                 bar.set_postfix(tokens=num_tokens)
         return [done[request.request_id] for _, request in jobs]
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to every prompt; results stand in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt that cannot be served; none is started then.
+        """
+        inputs, one_more = self.parts.inputs, beam_search.step_params(params)
+        searches = [beam_search.begin(inputs, prompt, params) for prompt in _as_list(prompts)]
+        while going := [search for search in searches if not search.is_finished]:
+            beams = [beam.token_ids for search in going for beam in search.live]
+            outputs = self.generate(beams, one_more, use_tqdm=False)
+            told = iter([beam_search.candidates(output) for output in outputs])
+            for search in going:
+                search.extend([next(told) for _ in search.live])
+        return [beam_search.found(search, inputs.tokenizer) for search in searches]
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -193,6 +216,31 @@ class LLM:
     def explanation(self, request_id: str) -> dict[str, Any] | None:
         """What became of a request with `SamplingParams(explain=True)`, one of the last ones."""
         return self.parts.engine.explanation(request_id)
+
+    def warm_prefix(
+        self, prompt: Prompt, *, cache_salt: str = "", shared: bool = False
+    ) -> WarmPrefix:
+        """Compute a prompt's KV now and keep its full pages until `drop_prefix`.
+
+        Prompts that begin with it start after it. `shared` makes it found whatever the cache salt.
+
+        Raises:
+            RequestError: it cannot be served, or the pins would leave no room for the longest
+                sequence.
+        """
+        parts = self.parts
+        request = warming_request(parts.inputs, prompt, cache_salt=cache_salt, shared=shared)
+        for _ in self.run([(None, request)], max_inflight=1):
+            pass
+        return warmed(parts.engine.scheduler.pinned, request)
+
+    def warm_prefixes(self) -> list[WarmPrefix]:
+        """All prefixes that were warmed and not dropped."""
+        return list(self.parts.engine.scheduler.pinned)
+
+    def drop_prefix(self, prefix_id: str) -> bool:
+        """Let a warm prefix be evicted like any other; False if there is none of this id."""
+        return self.parts.engine.scheduler.drop_prefix(prefix_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages that no sequence holds."""

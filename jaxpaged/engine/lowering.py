@@ -96,7 +96,9 @@ def export_program(function: Any, arguments: tuple[Any, ...]) -> bytes:
     return bytes(export.export(jax.jit(flat), disabled_checks=allowed)(plain).serialize())
 
 
-def lower_exported(data: bytes, arguments: tuple[Any, ...], result: Any, donated: int) -> Any:
+def lower_exported(
+    data: bytes, arguments: tuple[Any, ...], result: Any, donated: int | tuple[()]
+) -> Any:
     """What `jax.jit(function).lower(*arguments)` gives, from its export and its result's tree."""
     load_kernel_runtime()
     exported = export.deserialize(bytearray(data))

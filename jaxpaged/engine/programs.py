@@ -1,5 +1,6 @@
 """The compiled programs of one model and one page pool: from disk, or lowered and compiled."""
 
+import itertools
 import logging
 import os
 import threading
@@ -16,9 +17,17 @@ from flax import nnx
 
 from jaxpaged.arrays import DeviceState, Params
 from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.host_tier import MOVE_WIDTHS
 from jaxpaged.core.packing import PackedLayout
 from jaxpaged.engine.executables import ExecutableStore
 from jaxpaged.engine.lowering import LoweringProcesses, lower_exported
+from jaxpaged.engine.page_moves import (
+    COPY_WIDTHS,
+    copy_pages,
+    fetch_pages,
+    page_rows,
+    store_pages,
+)
 from jaxpaged.engine.step import SamplerState, make_forward, make_sample, reset_counts
 from jaxpaged.layers.sampling import LogitsProcessor
 
@@ -37,7 +46,7 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # shapes
     result: Any  # the tree that it returns
-    donated: int
+    donated: int | tuple[()]
     options: dict[str, Any]  # of XLA
 
     def lower(self) -> Any:
@@ -51,6 +60,7 @@ class ProgramSource:
         params, state: arrays, or their shapes.
         layout_of: the packed layout of a bucket.
         max_len: the longest sequence.
+        swaps: pages may go to host memory.
     """
 
     def __init__(
@@ -61,9 +71,14 @@ class ProgramSource:
         layout_of: Callable[[Bucket], PackedLayout],
         processors: tuple[LogitsProcessor, ...],
         max_len: int,
+        *,
+        swaps: bool = False,
     ):
         self._graphdef, self._layout_of, self._processors = graphdef, layout_of, processors
         self._params, self._state = _shapes(params), _shapes(state)
+        self._page_programs = [("copy", width) for width in COPY_WIDTHS]
+        if swaps:
+            self._page_programs += itertools.product(("fetch", "store"), MOVE_WIDTHS)
         self.reset_lengths = [*(n for n in RESET_LENGTHS if n < max_len), max_len]
 
     def forward(self, bucket: Bucket) -> Program:
@@ -88,6 +103,16 @@ class ProgramSource:
         arguments = (self._state.output_counts, _int32(), _int32(length), _int32(), _int32())
         return Program(f"reset {length}", reset_counts, arguments, jax.tree.structure(0), 0, {})
 
+    def page(self, kind: str, width: int) -> Program:
+        """What moves `width` pages: copy, fetch or store."""
+        pool, page_ids = self._state.kv_pages, _int32(width)
+        name, tree = f"{kind} {width}", jax.tree.structure(pool)
+        if kind == "copy":
+            return Program(name, copy_pages, (pool, _int32(2, width)), tree, 0, {})
+        if kind == "fetch":
+            return Program(name, fetch_pages, (pool, page_ids), jax.tree.structure(0), (), {})
+        return Program(name, store_pages, (pool, page_rows(pool, width), page_ids), tree, 0, {})
+
     def all_programs(self, buckets: Iterable[Bucket]) -> dict[str, Callable[[], Program]]:
         """What makes each program that these buckets need, by name; large ones first."""
         programs: dict[str, Callable[[], Program]] = {}
@@ -96,6 +121,8 @@ class ProgramSource:
             programs[bucket.sample_name] = partial(self.sample, bucket)
         for length in self.reset_lengths:
             programs[f"reset {length}"] = partial(self.reset, length)
+        for kind, width in self._page_programs:
+            programs[f"{kind} {width}"] = partial(self.page, kind, width)
         return programs
 
 
@@ -129,6 +156,10 @@ class Programs:
         """The program for a history of `length` tokens or fewer, and its padded length."""
         padded = next(n for n in self.source.reset_lengths if n >= length)
         return self._finished.get(f"reset {padded}") or self._get(self.source.reset(padded)), padded
+
+    def page(self, kind: str, width: int) -> Any:
+        """The program that moves `width` pages: copy, fetch or store."""
+        return self._finished.get(f"{kind} {width}") or self._get(self.source.page(kind, width))
 
     def warm_up(self, buckets: Iterable[Bucket], notice: Callable[[int, int], None]) -> None:
         """Load every program, and compile in parallel what is not there.

@@ -1,5 +1,6 @@
 """The runner owns the device: weights, page pool, compiled steps. It alone knows both sides."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +11,8 @@ from jaxpaged.arrays import DeviceState, Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.packing import HostBatch
+from jaxpaged.core.plan import PageMove
+from jaxpaged.engine.page_moves import PageMover
 from jaxpaged.engine.programs import Programs
 from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, SamplerState
 from jaxpaged.errors import InvariantError
@@ -61,6 +64,7 @@ class Runner:
     def __init__(self, model: ModelConfig, params: Params, state: DeviceState, programs: Programs):
         self.model, self.params = model, params
         self._state, self._programs = state, programs
+        self._mover = PageMover(programs.page)
 
     @property
     def num_compilations(self) -> int:
@@ -116,6 +120,16 @@ class Runner:
         scalars = [np.int32(n) for n in (num_prompt_tokens, len(token_ids))]
         counts = program(self._state.output_counts, np.int32(slot), padded, *scalars)
         self._state = replace(self._state, output_counts=counts)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages within the pool, before what is dispatched next."""
+        kv_pages = self._mover.copy(self._state.kv_pages, copies)
+        self._state = replace(self._state, kv_pages=kv_pages)
+
+    def move_pages(self, moves: Sequence[PageMove]) -> None:
+        """Swap pages out and in, before what is dispatched next."""
+        kv_pages = self._mover.move(self._state.kv_pages, moves)
+        self._state = replace(self._state, kv_pages=kv_pages)
 
     def update_params(self, params: Params) -> None:
         """Put other weights of the same shapes and types in place of the present ones.

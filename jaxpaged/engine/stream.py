@@ -31,7 +31,8 @@ class Stream:
         detokenizer = None
         if params.detokenize:
             detokenizer = Detokenizer(tokenizer, seq.request.prompt_token_ids, params)
-        return cls(seq, detokenizer, None if params.prompt_logprobs is None else [None])
+        wants_scores = params.prompt_logprobs is not None and not seq.choice
+        return cls(seq, detokenizer, [None] if wants_scores else None)
 
     @property
     def is_finished(self) -> bool:

@@ -15,7 +15,7 @@ from jaxpaged.core.buckets import default_ladder
 from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.core.plan import StepPlan
+from jaxpaged.core.plan import PageMove, StepPlan
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
@@ -97,11 +97,19 @@ class FakeDevice:
         self.kv = np.full(num_pages * page_size, -1)
         self.last_token_ids = np.full(max_num_seqs + 1, -1)
         self.pick = pick
+        self.host: dict[int, np.ndarray] = {}
         self.sampled: list[Counter] = [Counter() for _ in range(max_num_seqs + 1)]
 
     def run(self, plan: StepPlan, batch: HostBatch) -> list[int]:
         for slot, token_ids, num_prompt_tokens in plan.slot_resets:
             self.sampled[slot] = Counter(token_ids[num_prompt_tokens:])
+        pages = self.kv.reshape(-1, self.page_size)
+        for move in plan.page_moves:
+            self._move(move, pages)
+        if plan.page_copies:
+            sources, targets = np.array(plan.page_copies).T
+            assert not set(sources) & set(targets)
+            pages[targets] = pages[sources]
         layout = PackedLayout(batch.bucket, self.pages_per_seq, VOCAB)
         views = layout.views(batch)
         row_of_token = np.repeat(np.arange(batch.bucket.num_seqs), np.diff(views["cu_q_lens"]))
@@ -119,6 +127,17 @@ class FakeDevice:
             return [self._sample(views, sampler, t, i, ends[t]) for t, i in enumerate(row_of_token)]
         ends = views["kv_lens"]
         return [self._sample(views, sampler, i, i, ends[i]) for i in range(len(plan.rows))]
+
+    def _move(self, move: PageMove, pages: np.ndarray) -> None:
+        if move.kind == "out":
+            assert move.seq_id not in self.host
+            self.host[move.seq_id] = pages[list(move.page_ids)].copy()
+            return
+        kept = self.host.pop(move.seq_id)
+        if move.kind == "in":
+            last = move.first + len(move.page_ids)
+            assert last <= len(kept) or not move.page_ids
+            pages[list(move.page_ids)] = kept[move.first : last]
 
     def _sample(self, views, sampler, i, row, end):
         places = np.arange(end)

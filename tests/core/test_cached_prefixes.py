@@ -47,32 +47,49 @@ def test_who_must_see_the_whole_prompt_reads_nothing_from_the_cache(options):
     assert shares(scheduler.schedule()) == [(1, 0, 12)]
 
 
-def test_pages_of_a_step_in_flight_are_not_found():
+def test_pages_of_a_planned_step_are_found_in_the_same_plan():
     scheduler = make_scheduler()
-    add(scheduler, make_sequence(0, prompt(0, 8)))
-    plan = scheduler.schedule()
-    add(scheduler, make_sequence(1, prompt(0, 8)))
-    assert shares(scheduler.schedule()) == [(0, 8, 1), (1, 0, 8)]
-    assert len(scheduler.cache) == 0
-    commit(scheduler, plan)
-    assert len(scheduler.cache) == 2
-    add(scheduler, make_sequence(2, prompt(0, 9)))
-    assert (2, 8, 1) in shares(scheduler.schedule())
+    add(scheduler, make_sequence(0, prompt(0, 8)), make_sequence(1, prompt(0, 9)))
+    assert shares(scheduler.schedule()) == [(0, 0, 8), (1, 8, 1)]
 
 
-def test_a_step_registers_no_page_that_only_the_next_step_fills():
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    add(scheduler, make_sequence(0, prompt(0, 8)))
+def test_pages_that_a_step_in_flight_samples_into_are_not_found():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence(0, prompt(0, 3)))
     first = scheduler.schedule()
-    scheduler.schedule()
-    commit(scheduler, first)
-    assert len(scheduler.cache) == 1
+    second = scheduler.schedule()
+    commit(scheduler, first, 30)
+    assert len(scheduler.cache) == 0
+    commit(scheduler, second, 31)
+    add(scheduler, make_sequence(1, [0, 1, 2, 30, 31]))
+    assert (1, 4, 1) in shares(scheduler.schedule())
+
+
+def test_many_that_share_a_prefix_compute_it_once_though_all_come_at_once():
+    scheduler = make_scheduler(num_pages=60, max_num_seqs=8, max_num_batched_tokens=10)
+    add(scheduler, *(make_sequence(i, [*range(22), 30 + i, 40, 41]) for i in range(8)))
+    computed = 0
+    while scheduler.num_waiting or any(row.q_len > 1 for row in plan.rows):
+        plan = scheduler.schedule()
+        computed += sum(row.q_len for row in plan.rows if row.start < row.seq.num_prompt_tokens)
+        commit(scheduler, plan)
+    assert computed == 25 + 7 * (25 - 20)
+
+
+def test_running_prompts_take_over_what_others_with_the_same_prompt_did():
+    """With few tokens of one prompt a step, each goes on where the one before it ends."""
+    scheduler = make_scheduler(num_pages=60, long_prefill_token_threshold=5)
+    add(scheduler, *(make_sequence(i, [*range(22), 30 + i]) for i in range(3)))
+    assert shares(scheduler.schedule()) == [(0, 0, 4), (1, 4, 4), (2, 8, 4)]
+    assert shares(scheduler.schedule()) == [(0, 12, 4), (1, 16, 4), (2, 20, 3)]
+    assert shares(scheduler.schedule()) == [(0, 20, 3), (1, 20, 3), (2, 23, 1)]
 
 
 def test_pages_of_a_failed_step_never_reach_the_cache():
     scheduler = make_scheduler()
     (seq,) = add(scheduler, make_sequence(0, prompt(0, 8)))
     plan = scheduler.schedule()
+    assert len(scheduler.cache) == 2
     scheduler.finish(seq, "error", None)
     commit(scheduler, plan)
     assert (len(scheduler.cache), scheduler.pool.num_held) == (0, 0)

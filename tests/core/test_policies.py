@@ -80,13 +80,14 @@ def test_tokens_in_the_prefix_cache_do_not_count():
 
 
 def test_a_prefix_that_is_computed_meanwhile_moves_its_heirs_forward():
-    scheduler = make_scheduler(max_num_seqs=1, num_pages=33, scheduling_policy="sjf")
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 4, "scheduling_policy": "sjf"}
+    scheduler = make_scheduler(num_pages=33, **limits)
     heir, other = make_sequence(1, prompt(0, 19), 1), make_sequence(2, prompt(60, 12), 1)
     add(scheduler, make_sequence(0, prompt(0, 16), 1))
-    plan = scheduler.schedule()
+    scheduler.schedule()
     add(scheduler, heir, other)
     assert [scheduler._waiting.first() for _ in range(2)] == [other, other]
-    commit(scheduler, plan)
+    scheduler.schedule()
     assert [scheduler._waiting.first() for _ in range(2)][1] is heir
 
 

@@ -106,13 +106,13 @@ def test_sharing_counts_the_first_admission_only():
     pool, cache = make_cache()
     holder = computed(cache, range(12))
     seq = make_sequence(1, range(10))
-    cache.share(seq, cache.find(seq))
+    cache.share(seq, found := cache.find(seq), len(found) * PAGE_SIZE)
     assert seq.page_ids == holder.page_ids[:2]
     assert (seq.num_computed_tokens, seq.num_cached_tokens) == (8, 8)
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (10, 8)
     pool.give_back(seq.page_ids)
     seq.num_preemptions, seq.num_cached_tokens = 1, 3
-    cache.share(seq, cache.find(seq))
+    cache.share(seq, found := cache.find(seq), len(found) * PAGE_SIZE)
     assert (cache.num_query_tokens, cache.num_hit_tokens, seq.num_cached_tokens) == (10, 8, 3)
 
 
@@ -176,7 +176,7 @@ def test_whatever_collides_a_hit_has_the_same_tokens_parents_and_salt(prompts, h
         tokens = [salt, *prompt]
         for index, page_id in enumerate(found):
             assert content[page_id] == tokens[: 1 + (index + 1) * PAGE_SIZE]
-        cache.share(seq, found)
+        cache.share(seq, found, len(found) * PAGE_SIZE)
         own = pool.take(pool.pages_for(len(prompt)) - len(found))
         for index, page_id in enumerate(own, len(found)):
             content[page_id] = tokens[: 1 + (index + 1) * PAGE_SIZE]

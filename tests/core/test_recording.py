@@ -1,4 +1,5 @@
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def record_storm(file: Path, policy="fcfs"):
         scheduling_policy=policy,
     )
     loop = Loop(RecordedScheduler(scheduler, file))
-    for i, seq in enumerate(sequences_of(jobs, ((3, 4),))):
+    for i, seq in enumerate(chain(*sequences_of(jobs, ((3, 4),)))):
         loop.scheduler.add(seq)
         if i == 10:
             loop.scheduler.abort(seq)

@@ -1,6 +1,7 @@
 """Random workloads: whatever the schedule, a sequence gets the tokens that it would get alone."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -52,6 +53,7 @@ def jobs(draw):
                 "prompt_logprobs": st.just(1),
                 "skip_reading_prefix_cache": st.booleans(),
                 "temperature": st.sampled_from([0.0, 1.0]),
+                "n": st.integers(2, 4),
             },
         )
     )
@@ -80,28 +82,38 @@ def limits(draw):
         "reserve_whole_answer": draw(st.sampled_from([False, False, True])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority", "fair", "sjf"])),
         "num_pages": draw(st.integers(PAGES_OF_LONGEST + 1, 3 * PAGES_OF_LONGEST)),
+        "preemption_mode": draw(st.sampled_from(["recompute", "swap", "auto"])),
+        "num_host_pages": draw(st.sampled_from([0, 8, 24, 64])),
         "hash_bits": draw(st.sampled_from([256, 4])),
     }
 
 
 def sequences_of(jobs, banned_runs=()):
-    """The jobs' sequences; every second one must not say `banned_runs`."""
+    """Each job's sequences, n of them; those of every second job must not say `banned_runs`."""
     seqs = []
-    for seq_id, job in enumerate(jobs):
-        runs = banned_runs if seq_id % 2 else ()
+    for number, job in enumerate(jobs):
+        runs = banned_runs if number % 2 else ()
         options = {"max_tokens": job.max_tokens, "temperature": 0.0} | job.options
         params = SamplingParams(**options, bad_words=["said differently"] * bool(runs))
+        fields = {
+            "request_id": str(number),
+            "cache_salt": job.salt,
+            "key_name": job.key_name,
+            "priority": job.priority,
+            "banned_runs": runs,
+        }
         seqs.append(
-            make_sequence(
-                seq_id,
-                job.prompt,
-                job.max_tokens,
-                params=params,
-                cache_salt=job.salt,
-                key_name=job.key_name,
-                priority=job.priority,
-                banned_runs=runs,
-            )
+            [
+                make_sequence(
+                    10 * number + choice,
+                    job.prompt,
+                    job.max_tokens,
+                    params=params,
+                    choice=choice,
+                    **fields,
+                )
+                for choice in range(params.n)
+            ]
         )
     return seqs
 
@@ -109,13 +121,15 @@ def sequences_of(jobs, banned_runs=()):
 def run_jobs(jobs, seqs, limits, max_in_flight):
     loop = Loop(make_scheduler(page_size=PAGE_SIZE, **limits), max_in_flight)
     for step in range(3000):
-        for job, seq in zip(jobs, seqs, strict=True):
+        for job, answers in zip(jobs, seqs, strict=True):
             if job.arrives_after == step:
-                loop.scheduler.add(seq)
+                for seq in answers:
+                    loop.scheduler.add(seq)
             if job.aborted_after is not None and job.arrives_after + job.aborted_after == step:
-                loop.scheduler.abort(seq)
+                for seq in answers[job.aborted_after % 2 :: 2] or answers:
+                    loop.scheduler.abort(seq)
         loop.step()
-        if all(seq.state is SeqState.FINISHED for seq in seqs) and not loop.in_flight:
+        if all(seq.state is SeqState.FINISHED for seq in chain(*seqs)) and not loop.in_flight:
             return loop
     raise AssertionError("a sequence never finished")
 
@@ -123,6 +137,7 @@ def run_jobs(jobs, seqs, limits, max_in_flight):
 def check_workload(jobs, limits, max_in_flight, banned_runs):
     seqs = sequences_of(jobs, banned_runs)
     loop = run_jobs(jobs, seqs, limits, max_in_flight)
+    seqs = list(chain(*seqs))
     for seq in seqs:
         tokens, reason, stop_reason = generate_alone(seq.request, MAX_LEN)
         if seq.finish_reason == "abort":
@@ -162,7 +177,10 @@ def test_the_schedule_never_changes_the_answer_in_many_workloads(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "sjf"])
-def test_a_preemption_storm_ends_with_the_right_tokens(policy):
+@pytest.mark.parametrize(
+    ("mode", "num_host_pages"), [("recompute", 0), ("swap", 200), ("swap", 20)]
+)
+def test_a_preemption_storm_ends_with_the_right_tokens(policy, mode, num_host_pages):
     endless = {"ignore_eos": True}
     jobs = [
         Job((7,) * (i % 9) + (6, i % 4), 30, endless, "", i % 3, None, "abc"[i % 3], i % 2)
@@ -176,9 +194,14 @@ def test_a_preemption_storm_ends_with_the_right_tokens(policy):
         "reserve_full_prompt": False,
         "num_pages": PAGES_OF_LONGEST * 5 // 4,
         "scheduling_policy": policy,
+        "preemption_mode": mode,
+        "num_host_pages": num_host_pages,
     }
     seqs = sequences_of(jobs)
     loop = run_jobs(jobs, seqs, limits, 2)
     assert loop.scheduler.num_preemptions >= 50
-    for seq in seqs:
+    num_swaps = loop.scheduler.tier.num_swaps
+    assert (num_swaps >= 50) == (mode == "swap")
+    assert not loop.device.host
+    for (seq,) in seqs:
         assert outcome(seq) == generate_alone(seq.request, MAX_LEN)

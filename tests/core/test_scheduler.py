@@ -45,7 +45,7 @@ def test_nobody_overtakes_a_waiting_sequence_that_does_not_fit():
 def test_the_threshold_leaves_room_beside_a_long_prompt():
     scheduler = make_scheduler(long_prefill_token_threshold=5)
     add(scheduler, make_sequence(0, prompt(0, 30)), make_sequence(1, prompt(40, 4)))
-    assert shares(scheduler.schedule()) == [(0, 0, 5), (1, 0, 4)]
+    assert shares(scheduler.schedule()) == [(0, 0, 4), (1, 0, 4)]
 
 
 def test_sequences_beyond_max_num_seqs_wait_for_a_slot():

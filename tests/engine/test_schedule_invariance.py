@@ -86,27 +86,38 @@ def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(
     assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
 
 
-def test_a_storm_of_preemptions_changes_nothing(parts_r):
+def storm_of(num_requests):
+    """Prompts of 10 tokens, 40 to sample: greedy, seeded, with penalties, all with logprobs."""
     random = np.random.default_rng(3)
-    prompts = [random.integers(0, 255, 40).tolist() for _ in range(8)]
-    params = [
-        SamplingParams(max_tokens=64, ignore_eos=True, logprobs=2, **options)
-        for options in [
-            {"temperature": 0.0},
-            {"temperature": 1.0, "seed": 5},
-            {"temperature": 0.0, "repetition_penalty": 1.2},
-            {"temperature": 0.7, "seed": 9, "frequency_penalty": 0.3},
-        ]
-        * 2
+    options = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+        {"temperature": 0.7, "seed": 9, "frequency_penalty": 0.3},
     ]
-    small = TinyEngine(parts_r, num_pages=1 + 10)
-    stormy = small.generate(prompts, params)
-    assert small.scheduler.num_preemptions >= 5
-    tally = Tally()
-    for prompt, one, got in zip(prompts, params, stormy, strict=True):
-        assert len(got.outputs[0].token_ids) == 64
-        compare(got, TinyEngine(parts_r).generate([prompt], [one])[0], tally)
-    assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
+    prompts = [random.integers(0, 255, 10).tolist() for _ in range(num_requests)]
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2, **options[i % 4])
+        for i in range(num_requests)
+    ]
+    return prompts, params
+
+
+def test_a_storm_of_preemptions_changes_nothing_by_recompute_or_by_swap(parts_r):
+    prompts, params = storm_of(34)
+    calm = TinyEngine(parts_r).generate(prompts, params)
+    for mode, num_host_pages in (("recompute", 0), ("swap", 24)):
+        small = TinyEngine(
+            parts_r, num_pages=1 + 5, preemption_mode=mode, num_host_pages=num_host_pages
+        )
+        stormy = small.generate(prompts, params)
+        assert small.scheduler.num_preemptions >= 50
+        assert (small.scheduler.tier.num_swaps >= 50) == (mode == "swap")
+        tally = Tally()
+        for want, got in zip(calm, stormy, strict=True):
+            assert len(got.outputs[0].token_ids) == 40
+            compare(got, want, tally)
+        assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])

@@ -14,7 +14,7 @@ from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import Bucket, BucketLadder
-from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.limits import PreemptionMode, SchedulerLimits
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -63,6 +63,9 @@ class TinyEngine:
     max_in_flight: int = 2
     hash_bits: int = 256
     reserve_full_prompt: bool = False
+    enable_prefix_caching: bool = True
+    preemption_mode: PreemptionMode = "recompute"
+    num_host_pages: int = 0
     poison: bool = True
     speculation: Speculation | None = None
     engine: Engine = field(init=False)
@@ -76,7 +79,9 @@ class TinyEngine:
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=self.token_budget,
             max_model_len=model.max_len,
-            enable_prefix_caching=True,
+            enable_prefix_caching=self.enable_prefix_caching,
+            preemption_mode=self.preemption_mode,
+            num_host_pages=self.num_host_pages,
             long_prefill_token_threshold=0,
             max_num_scored_tokens=64,
             reserve_full_prompt=self.reserve_full_prompt,
@@ -96,13 +101,28 @@ class TinyEngine:
     def scheduler(self) -> Scheduler:
         return self.engine.scheduler
 
-    def generate(self, prompts: list[list[int]], params: list[SamplingParams]):
+    @property
+    def llm(self) -> LLM:
+        return LLM.from_parts(dataclasses.replace(self.parts, engine=self.engine))
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        on_plan=None,
+        num_pinned: int = 0,
+    ):
         """Outputs in the order of the prompts; pages are accounted for after every step."""
-        llm = LLM.from_parts(dataclasses.replace(self.parts, engine=self.engine))
-        self.engine.on_step = lambda plan: self.scheduler.check()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+
+        def watch(plan):
+            self.scheduler.check()
+            if on_plan is not None:
+                on_plan(plan)
+
+        self.engine.on_step = watch
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         self.scheduler.check()
-        assert self.scheduler.pool.num_held == 0
+        assert self.scheduler.pool.num_held == num_pinned
         return outputs
 
 

@@ -1,0 +1,83 @@
+"""Pages of preempted sequences in host memory: who has how many, and what must be moved."""
+
+from collections import OrderedDict
+
+from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.plan import PageMove
+from jaxpaged.core.sequence import SeqState, Sequence
+
+MOVE_WIDTHS = (8, 64)  # pages that move together; fewer are padded
+
+
+class HostTier:
+    """Decides what is swapped out and counts host pages. Owned by the scheduler.
+
+    When it is full, the sequence that was swapped out first is dropped: it computes again.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: PagePool):
+        self._limits, self._pool = limits, pool
+        # swapped ones and their host pages, oldest first
+        self._kept: OrderedDict[int, tuple[Sequence, int]] = OrderedDict()
+        self._moves: list[PageMove] = []
+        self.num_swaps = 0
+
+    @property
+    def num_used_pages(self) -> int:
+        return sum([num_pages for _, num_pages in self._kept.values()])
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(self._moves)
+
+    def takes(self, seq: Sequence) -> bool:
+        """Swap a sequence out that is being preempted and still holds its pages, if it pays."""
+        needed = self._num_pages(seq)
+        if not seq.num_computed_tokens or not self._pays(seq, needed):
+            return False
+        while self.num_used_pages + needed > self._limits.num_host_pages:
+            self._drop_oldest()
+        num_pages = self._pool.pages_for(seq.num_computed_tokens)
+        self._moves.append(PageMove("out", seq.seq_id, 0, tuple(seq.page_ids[:num_pages])))
+        self._kept[seq.seq_id] = seq, needed
+        self.num_swaps += 1
+        return True
+
+    def brings_back(self, seq: Sequence, num_shared: int, num_tokens: int) -> None:
+        """A swapped sequence has its new pages; of the first `num_tokens` tokens' pages, those
+        after the first `num_shared` must be filled.
+        """
+        del self._kept[seq.seq_id]
+        page_ids = tuple(seq.page_ids[num_shared : self._pool.pages_for(num_tokens)])
+        self._moves.append(PageMove("in", seq.seq_id, num_shared, page_ids))
+
+    def forget(self, seq: Sequence) -> None:
+        """Let a sequence's host pages go, if it has any."""
+        if self._kept.pop(seq.seq_id, None) is not None:
+            self._moves.append(PageMove("drop", seq.seq_id, 0, ()))
+
+    def take_moves(self) -> tuple[PageMove, ...]:
+        """The moves that the plan being made begins with."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def _pays(self, seq: Sequence, needed: int) -> bool:
+        mode = self._limits.preemption_mode
+        if mode == "recompute" or needed > self._limits.num_host_pages:
+            return False
+        moved_tokens = needed * self._pool.page_size
+        return mode == "swap" or seq.num_computed_tokens * self._limits.swap_gain > moved_tokens
+
+    def _drop_oldest(self) -> None:
+        seq, _ = next(iter(self._kept.values()))
+        self.forget(seq)
+        seq.become(SeqState.WAITING)
+        seq.num_computed_tokens = 0
+
+    def _num_pages(self, seq: Sequence) -> int:
+        """Host pages that the sequence takes, padding included."""
+        num_pages, widest = self._pool.pages_for(seq.num_computed_tokens), MOVE_WIDTHS[-1]
+        rest = num_pages % widest
+        padded = next(width for width in MOVE_WIDTHS if width >= rest) if rest else 0
+        return num_pages - rest + padded

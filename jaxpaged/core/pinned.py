@@ -1,0 +1,100 @@
+"""Prefixes whose pages stay in the cache until somebody drops them."""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.prefix_cache import SHARED_SALT, PrefixCache
+from jaxpaged.core.request import Request
+from jaxpaged.core.sequence import Sequence as TokenSequence
+from jaxpaged.errors import RequestError
+
+
+@dataclass(frozen=True)
+class WarmPrefix:
+    """A prefix that was computed ahead of its use. Its last page, if begun only, is not kept."""
+
+    prefix_id: str
+    cache_salt: str  # whose requests find it; SHARED_SALT: all
+    num_tokens: int  # in full pages
+    page_ids: tuple[int, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        return self.cache_salt == SHARED_SALT
+
+
+class PinnedPrefixes:
+    """Holds the pages of warm prefixes. Owned by the scheduler.
+
+    Args:
+        most_pages: that pins may hold together; the longest sequence must fit beside them.
+    """
+
+    def __init__(self, pool: PagePool, cache: PrefixCache, most_pages: int):
+        self._pool, self._cache, self._most_pages = pool, cache, most_pages
+        self._pinned: dict[str, WarmPrefix] = {}
+
+    def __iter__(self) -> Iterator[WarmPrefix]:
+        return iter(list(self._pinned.values()))
+
+    def get(self, prefix_id: str) -> WarmPrefix | None:
+        return self._pinned.get(prefix_id)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Refuse a prefix that is too long to be pinned beside the others.
+
+        Raises:
+            RequestError: names the pages that it needs and those that are left.
+        """
+        num_pages = num_tokens // self._pool.page_size
+        left = self._num_left()
+        if not num_pages or num_pages > left:
+            raise RequestError(
+                f"a prefix of {num_tokens} tokens pins {num_pages} full pages of "
+                f"{self._pool.page_size} tokens, allowed are 1 to {left} (the longest "
+                "sequence must fit beside all pinned ones): drop others, or make it fit"
+            )
+
+    def pin(self, seq: TokenSequence) -> None:
+        """Hold the cached pages of a sequence that has just computed its prompt.
+
+        Does nothing where another one took the room meanwhile.
+        """
+        request = seq.request
+        self.drop(request.pin_as)
+        page_ids = self._cache.find_prompt(seq)
+        if len(page_ids) > self._num_left():
+            return
+        self._pool.share(page_ids)
+        num_tokens = len(page_ids) * self._pool.page_size
+        self._pinned[request.pin_as] = WarmPrefix(
+            request.pin_as, request.cache_salt, num_tokens, tuple(page_ids)
+        )
+
+    def drop(self, prefix_id: str) -> bool:
+        """Let a prefix be evicted like any other; False if there is none of this name."""
+        prefix = self._pinned.pop(prefix_id, None)
+        if prefix is not None:
+            self._pool.give_back(prefix.page_ids)
+        return prefix is not None
+
+    def _num_left(self) -> int:
+        return max(self._most_pages - sum(len(prefix.page_ids) for prefix in self), 0)
+
+    def drop_all(self) -> None:
+        for prefix in self:
+            self.drop(prefix.prefix_id)
+
+
+def prefix_id_of(request: Request) -> str:
+    """The same name for the same tokens, salt and adapter, on every engine."""
+    digest = hashlib.sha256(repr(request.cache_root).encode())
+    digest.update(_as_bytes(request.prompt_token_ids))
+    return f"prefix-{digest.hexdigest()[:24]}"
+
+
+def _as_bytes(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()
