@@ -13,12 +13,13 @@ from tests.support.engines import TinyEngine
 def plain_search(parts, prompt, width, num_steps):
     """Tokens after the prompt and their summed logprobs, best first: no pages, no requests."""
     runner = parts.engine.runner
+    graphdef = runner._programs.source._graphdef
     beams = [((), 0.0)]
     for _ in range(num_steps):
         longer = []
         for tokens, total in beams:
             ids = [*prompt, *tokens]
-            logits = logits_of(runner._graphdef, runner.params, parts.model, ids, [1] * len(ids))
+            logits = logits_of(graphdef, runner.params, parts.model, ids, [1] * len(ids))
             logprobs = np.asarray(jax.nn.log_softmax(logits[-1]))
             longer += [
                 ((*tokens, int(t)), total + float(logprobs[t])) for t in range(len(logprobs))
