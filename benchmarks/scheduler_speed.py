@@ -7,6 +7,7 @@ the device, the first step of a long prompt, and the time to hash it.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from jaxpaged.core.buckets import default_ladder
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.plan import StepPlan
-from jaxpaged.core.prefix_cache import PrefixCache, page_hashes
+from jaxpaged.core.prefix_cache import PrefixCache, as_bytes, page_hashes
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
 from jaxpaged.core.sequence import Sequence
@@ -97,7 +98,10 @@ def time_admission(num_tokens: int) -> dict[str, float]:
     ids = tuple((i * 7919) % VOCAB for i in range(num_tokens))
     request = Request("0", ids, KINDS["greedy"], 2048, 0, 0.0, frozenset({2}))
     request = replace(request, page_hashes=tuple(page_hashes(ids, PAGE_SIZE, "")))
+    request = replace(request, prompt_bytes=as_bytes(ids))
     times: dict[str, float] = {}
+    gc.collect()
+    gc.freeze()  # as the engine does when it is ready
     for seq_id, kind in enumerate(("cold", "warm")):
 
         def begin(seq_id: int = seq_id) -> StepPlan:

@@ -56,7 +56,8 @@ class PagePool:
 
     def num_free_among(self, page_ids: Iterable[int]) -> int:
         """How many of these pages nobody holds; sharing them makes `num_free` that much smaller."""
-        return sum(not self._num_holders[page_id] for page_id in page_ids)
+        holders = self._num_holders
+        return [holders[page_id] for page_id in page_ids].count(0)
 
     def take(self, num_pages: int) -> list[int]:
         """Hand out pages of undefined content, evicting the oldest cached ones if need be.
@@ -80,12 +81,13 @@ class PagePool:
 
     def share(self, page_ids: Iterable[int]) -> None:
         """Add a holder to pages that are held or cached."""
+        holders, cached = self._num_holders, self._cached
         for page_id in page_ids:
-            if not self._num_holders[page_id]:
-                if page_id not in self._cached:
+            if not holders[page_id]:
+                if page_id not in cached:
                     raise InvariantError(f"page pool: page {page_id} is blank and cannot be shared")
-                del self._cached[page_id]
-            self._num_holders[page_id] += 1
+                del cached[page_id]
+            holders[page_id] += 1
 
     def give_back(self, page_ids: Sequence[int]) -> None:
         """Remove a holder from one sequence's pages; of those, the last ones are evicted first."""

@@ -56,7 +56,7 @@ class RecordedScheduler:
 
     def add(self, seq: Sequence) -> None:
         self._scheduler.add(seq)
-        request = dataclasses.replace(seq.request, page_hashes=(), grammar=None)
+        request = dataclasses.replace(seq.request, page_hashes=(), prompt_bytes=b"", grammar=None)
         fields = {"request": request, "has_grammar": seq.request.grammar is not None}
         self._write("add", seq_id=seq.seq_id, choice=seq.choice, **fields)
 

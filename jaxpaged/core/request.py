@@ -32,7 +32,9 @@ class Request:
     banned_ids: tuple[int, ...] = ()  # single-token bad words
     banned_runs: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
     grammar: RequestGrammar | None = None  # what its answers must look like
-    page_hashes: tuple[bytes, ...] = ()  # of the prompt's full pages, where they are made already
+    # made outside the engine's thread, or empty: hashes of the prompt's full pages, and its tokens
+    page_hashes: tuple[bytes, ...] = ()
+    prompt_bytes: bytes = b""
 
     pin_as: str = ""  # name under which its prompt's pages stay in the cache
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
-from jaxpaged.core.prefix_cache import page_hashes
+from jaxpaged.core.prefix_cache import as_bytes, page_hashes
 from jaxpaged.core.request import Request
 from jaxpaged.errors import PromptTooLong, RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
@@ -121,6 +121,7 @@ class InputProcessor:
             cache_salt=cache_salt,
             key_name=key_name,
             page_hashes=self._page_hashes(token_ids, cache_salt),
+            prompt_bytes=as_bytes(token_ids) if self._page_size else b"",
             banned_ids=words,
             banned_runs=runs,
             grammar=grammar,

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.prefix_cache import PrefixCache, page_hashes
+from jaxpaged.core.prefix_cache import PrefixCache, as_bytes, page_hashes
 from jaxpaged.errors import InvariantError
 from tests.core.fake_device import make_sequence
 
@@ -187,3 +187,20 @@ def test_whatever_collides_a_hit_has_the_same_tokens_parents_and_salt(prompts, h
         cache.check()
         if hash_bits == 256:
             assert len(find(cache, prompt, salt)) == (len(prompt) - 1) // PAGE_SIZE
+
+
+def test_hashes_that_name_other_tokens_find_only_what_is_equal():
+    """As if SHA-256 collided: the third page's hash is right, its tokens are not."""
+    _, cache = make_cache()
+    seq = computed(cache, range(17))
+    other = make_sequence(1, [*range(8), *range(60, 69)])
+    other.page_hashes = list(seq.page_hashes)
+    assert cache.find(other) == seq.page_ids[:2]
+
+
+def test_a_prompt_that_brings_its_tokens_as_bytes_is_compared_by_them():
+    _, cache = make_cache()
+    seq = computed(cache, range(17))
+    for tokens, num_found in ((range(17), 4), ([*range(8), *range(60, 69)], 2)):
+        same = make_sequence(1, range(17), prompt_bytes=as_bytes(tokens))
+        assert cache.find(same) == seq.page_ids[:num_found]
