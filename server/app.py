@@ -7,7 +7,17 @@ from aiohttp import web
 
 from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.responses.store import ResponseStore
-from server import chat, completions, generate, messages, operator, responses, status, tokens
+from server import (
+    chat,
+    completions,
+    generate,
+    messages,
+    operator,
+    prefixes,
+    responses,
+    status,
+    tokens,
+)
 from server.access_log import log_access
 from server.auth import ApiKey, KeyGuard, guard_middleware, route_name
 from server.cors import Origins
@@ -86,6 +96,11 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     router.add_post("/v1/responses/{response_id}/cancel", responses.cancel, name="cancel_response")
     router.add_post("/v1/messages", messages.messages, name="messages")
     router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")
+    many = router.add_resource("/v1/cache/prefixes", name="prefixes")
+    many.add_route("POST", prefixes.warm)
+    many.add_route("GET", prefixes.listed)
+    one = router.add_resource("/v1/cache/prefixes/{prefix_id}", name="prefix")
+    one.add_route("DELETE", prefixes.drop)
     router.add_get("/v1/models", status.models, name="models")
     router.add_get("/v1/models/{model:.+}", status.model, name="model")
     router.add_get("/v1/requests/{id}", status.request_explained, name="request")

@@ -41,7 +41,7 @@ class Origins:
             return web.Response(
                 status=204,
                 headers={
-                    "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+                    "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
                     "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
                     "Access-Control-Max-Age": str(MAX_AGE_S),
                 },

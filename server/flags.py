@@ -81,6 +81,14 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
             "--api-key-file",
         )
     group.add_argument(
+        "--max-warm-prefix-share",
+        type=_share,
+        default=_LIMITS.warm_prefix_share,
+        metavar="0..1",
+        help="what one key of the role user may pin of the pages that may be pinned at all "
+        "(default: 0.25)",
+    )
+    group.add_argument(
         "--max-request-bytes",
         type=whole_number,
         default=_LIMITS.max_request_bytes,
@@ -154,6 +162,13 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise ValueError("not from 0 to 1")
+    return share
+
+
 def _json_object(text: str) -> dict[str, Any]:
     value: Any = json.loads(text)
     if not isinstance(value, dict):
@@ -162,3 +177,4 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 _names.__name__, _json_object.__name__ = "list of names", "JSON object"
+_share.__name__ = "number from 0 to 1"

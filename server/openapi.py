@@ -15,6 +15,7 @@ from jaxpaged.openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    PrefixRequest,
     TokenizeRequest,
 )
 from server.auth import OPEN_ROUTES
@@ -26,6 +27,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
     "generate": GenerateRequest,
+    "prefixes": PrefixRequest,
     "abort_requests": AbortRequest,
 }
 ERROR = {
@@ -63,7 +65,7 @@ def _document(app: web.Application, root_path: str) -> bytes:
         name = None if resource is None else resource.name
         if resource is None or name is None or name.endswith(".root") or route.method == "HEAD":
             continue
-        operation = _operation(name, body_of.get(name))
+        operation = _operation(name, body_of.get(name) if route.method == "POST" else None)
         path = resource.canonical
         if "{" in path:
             operation["parameters"] = [

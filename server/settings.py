@@ -64,6 +64,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         profile_dir=args.profile_dir,
         is_logging_access=not args.disable_access_log,
         unlogged_paths=frozenset(args.disable_access_log_for_endpoints),
+        warm_prefix_share=args.max_warm_prefix_share,
         forces_usage=args.enable_force_include_usage,
         template_defaults=args.default_chat_template_kwargs,
     )

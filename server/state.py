@@ -41,6 +41,7 @@ class ServerLimits:
     profile_dir: str | None = None
     is_logging_access: bool = True
     unlogged_paths: frozenset[str] = frozenset({"/health", "/ping", "/metrics"})
+    warm_prefix_share: float = 0.25  # of the pages that may be pinned, for one key but an admin's
     forces_usage: bool = False  # at the end of every stream
     template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -101,6 +102,15 @@ class ServerState:
                 timer.cancel()
             self.open_ids.difference_update(job.request_ids)
             self.open_jobs.remove(job)
+
+    @contextmanager
+    def open_id(self, request_id: str) -> Generator[str]:
+        """While a request without a job runs the engine's id of it is known, likewise."""
+        self.open_ids.add(request_id)
+        try:
+            yield request_id
+        finally:
+            self.open_ids.discard(request_id)
 
     async def _end_in_time(self, job: Job, seconds: float) -> None:
         await asyncio.sleep(seconds)

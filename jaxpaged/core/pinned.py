@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.prefix_cache import SHARED_SALT, PrefixCache
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Pin, Request
 from jaxpaged.core.sequence import Sequence as TokenSequence
 from jaxpaged.errors import RequestError
 
@@ -20,6 +20,7 @@ class WarmPrefix:
     cache_salt: str  # whose requests find it; SHARED_SALT: all
     num_tokens: int  # in full pages
     page_ids: tuple[int, ...]
+    key_name: str  # of the API key that warmed it
 
     @property
     def is_shared(self) -> bool:
@@ -43,35 +44,41 @@ class PinnedPrefixes:
     def get(self, prefix_id: str) -> WarmPrefix | None:
         return self._pinned.get(prefix_id)
 
-    def check_room(self, num_tokens: int) -> None:
+    def check_room(self, request: Request, pin: Pin) -> None:
         """Refuse a prefix that is too long to be pinned beside the others.
 
         Raises:
             RequestError: names the pages that it needs and those that are left.
         """
-        num_pages = num_tokens // self._pool.page_size
-        left = self._num_left()
-        if not num_pages or num_pages > left:
-            raise RequestError(
-                f"a prefix of {num_tokens} tokens pins {num_pages} full pages of "
-                f"{self._pool.page_size} tokens, allowed are 1 to {left} (the longest "
-                "sequence must fit beside all pinned ones): drop others, or make it fit"
-            )
+        num_tokens, page_size = len(request.prompt_token_ids), self._pool.page_size
+        num_pages, left = num_tokens // page_size, self._num_left(request, pin)
+        if num_pages and num_pages <= left:
+            return
+        why = "the longest sequence must fit beside all pinned ones"
+        if pin.share < 1:
+            why += f", and one API key may pin {pin.share:.0%} of that"
+        allowed = f"allowed are 1 to {left}" if left else "and none may be pinned now"
+        raise RequestError(
+            f"a prefix of {num_tokens} tokens pins {num_pages} full pages of {page_size} tokens, "
+            f"{allowed} ({why}): drop others, or make it fit",
+            param="prompt",
+        )
 
     def pin(self, seq: TokenSequence) -> None:
         """Hold the cached pages of a sequence that has just computed its prompt.
 
         Does nothing where another one took the room meanwhile.
         """
-        request = seq.request
-        self.drop(request.pin_as)
+        request, pin = seq.request, seq.request.pin
+        assert pin is not None
+        self.drop(pin.prefix_id)
         page_ids = self._cache.find_prompt(seq)
-        if len(page_ids) > self._num_left():
+        if len(page_ids) > self._num_left(request, pin):
             return
         self._pool.share(page_ids)
         num_tokens = len(page_ids) * self._pool.page_size
-        self._pinned[request.pin_as] = WarmPrefix(
-            request.pin_as, request.cache_salt, num_tokens, tuple(page_ids)
+        self._pinned[pin.prefix_id] = WarmPrefix(
+            pin.prefix_id, request.cache_salt, num_tokens, tuple(page_ids), request.key_name
         )
 
     def drop(self, prefix_id: str) -> bool:
@@ -81,18 +88,23 @@ class PinnedPrefixes:
             self._pool.give_back(prefix.page_ids)
         return prefix is not None
 
-    def _num_left(self) -> int:
-        return max(self._most_pages - sum(len(prefix.page_ids) for prefix in self), 0)
+    def _num_left(self, request: Request, pin: Pin) -> int:
+        """Pages that a prefix may pin; one of the same name would be replaced by it."""
+        others = [prefix for prefix in self if prefix.prefix_id != pin.prefix_id]
+        of_key = [prefix for prefix in others if prefix.key_name == request.key_name]
+        left = self._most_pages - sum(len(prefix.page_ids) for prefix in others)
+        share = int(self._most_pages * pin.share)
+        return max(min(left, share - sum(len(prefix.page_ids) for prefix in of_key)), 0)
 
     def drop_all(self) -> None:
         for prefix in self:
             self.drop(prefix.prefix_id)
 
 
-def prefix_id_of(request: Request) -> str:
+def prefix_id_of(token_ids: Sequence[int], cache_salt: str, adapter_id: str = "") -> str:
     """The same name for the same tokens, salt and adapter, on every engine."""
-    digest = hashlib.sha256(repr(request.cache_root).encode())
-    digest.update(_as_bytes(request.prompt_token_ids))
+    digest = hashlib.sha256(repr((cache_salt, adapter_id)).encode())
+    digest.update(_as_bytes(token_ids))
     return f"prefix-{digest.hexdigest()[:24]}"
 
 

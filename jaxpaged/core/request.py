@@ -14,6 +14,13 @@ class RequestGrammar(Protocol):
     def shortest(self) -> int | None: ...
 
 
+class Pin(NamedTuple):
+    """Asks that a prompt's full pages stay in the cache."""
+
+    prefix_id: str
+    share: float = 1.0  # of the pages that may be pinned, what those of its key may hold together
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue, unchanging. Ids are bounded and lengths checked before it is made."""
@@ -35,8 +42,7 @@ class Request:
     # made outside the engine's thread, or empty: hashes of the prompt's full pages, and its tokens
     page_hashes: tuple[bytes, ...] = ()
     prompt_bytes: bytes = b""
-
-    pin_as: str = ""  # name under which its prompt's pages stay in the cache
+    pin: Pin | None = None  # of a request that warms a prefix
 
     @cached_property
     def cache_root(self) -> tuple[str, str]:

@@ -54,8 +54,10 @@ class PageReuse:
                 "shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
-        if request.pin_as:
-            self.pinned.check_room(len(request.prompt_token_ids))
+        if request.pin:
+            if not self._limits.enable_prefix_caching:
+                raise RequestError("no prefix can be warmed: the prefix cache is switched off")
+            self.pinned.check_room(request, request.pin)
 
     def find(self, seq: Sequence) -> Hit:
         """What there is of a sequence that holds no pages."""
@@ -126,7 +128,7 @@ class PageReuse:
         """A sequence that ran is about to give its pages back."""
         if reason == "error":  # what is in the pages that it computed must not be used
             self._cache.forget_pages(seq.page_ids[seq.num_shared_pages :])
-        elif seq.request.pin_as and reason == "length":
+        elif seq.request.pin and reason == "length":
             self.pinned.pin(seq)
 
     def end_plan(self, page_copies: list[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.core.request import Request, TokenEvent
+from jaxpaged.core.request import Pin, Request, TokenEvent
 from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.factory import EngineParts, build_engine
@@ -173,6 +173,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         key_name: str = "",
+        pin: Pin | None = None,
     ) -> tuple[Request, str | None]:
         """Queue a request whose events go straight to `sink`; returns it and the prompt's text.
 
@@ -187,6 +188,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             key_name=key_name,
+            pin=pin,
             grammar=await compile_grammar(self._parts.inputs.grammars, sampling_params),
         )
         if len(ids) < LONG_PROMPT:

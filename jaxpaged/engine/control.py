@@ -51,6 +51,8 @@ class EngineControl:
             "reset_prefix_cache": self.reset_prefix_cache,
             "sleep": self.sleep,
             "wake_up": self.wake_up,
+            "warm_prefixes": self.warm_prefixes,
+            "drop_prefix": lambda prefix_id: self._engine.scheduler.drop_prefix(prefix_id),
             "is_sleeping": lambda: self.sleeps,
             "start_profile": self.start_profile,
             "stop_profile": self.stop_profile,
@@ -62,6 +64,19 @@ class EngineControl:
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages that no sequence holds."""
         self._engine.scheduler.reset_prefix_cache()
+
+    def warm_prefixes(self) -> list[dict[str, Any]]:
+        """All pinned prefixes, in fields that can be sent to another process."""
+        return [
+            {
+                "id": prefix.prefix_id,
+                "tokens": prefix.num_tokens,
+                "pages": len(prefix.page_ids),
+                "shared": prefix.is_shared,
+                "key_name": prefix.key_name,
+            }
+            for prefix in self._engine.scheduler.pinned
+        ]
 
     def sleep(self, level: int) -> None:
         """Free the device: weights go to host memory (1) or are read again later (2).

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from jaxpaged.core.params import OutputKind, SamplingParams
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.inbox import EventSink, Inbox
 from jaxpaged.engine.inputs import Prompt
@@ -27,6 +27,7 @@ class Submits(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         key_name: str = "",
+        pin: Pin | None = None,
     ) -> tuple[Request, str | None]: ...
     def release(self, request_id: str, *, is_finished: bool) -> None: ...
 
@@ -40,6 +41,7 @@ async def generate(
     priority: int,
     cache_salt: str,
     key_name: str,
+    pin: Pin | None = None,
 ) -> AsyncGenerator[RequestOutput]:
     """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
 
@@ -55,6 +57,7 @@ async def generate(
         priority=priority,
         cache_salt=cache_salt,
         key_name=key_name,
+        pin=pin,
     )
     assembler = Assembler(request, text, engine.tokenizer)
     try:

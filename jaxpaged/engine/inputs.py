@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
 from jaxpaged.core.prefix_cache import as_bytes, page_hashes
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Pin, Request
 from jaxpaged.errors import PromptTooLong, RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.tokenizer import Tokenizer
@@ -77,6 +77,7 @@ class InputProcessor:
         cache_salt: str = "",
         key_name: str = "",
         grammar: CompiledGrammar | None = None,
+        pin: Pin | None = None,
     ) -> Request:
         """Check everything against this model and fix seed, length and banned words.
 
@@ -125,6 +126,7 @@ class InputProcessor:
             banned_ids=words,
             banned_runs=runs,
             grammar=grammar,
+            pin=pin,
         )
 
     @cached_property

@@ -1,13 +1,21 @@
 """Prefixes computed ahead of their use."""
 
-from dataclasses import replace
+from contextlib import aclosing
 
-from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.pinned import PinnedPrefixes, WarmPrefix, prefix_id_of
 from jaxpaged.core.prefix_cache import SHARED_SALT
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Pin, Request
+from jaxpaged.engine.generation import Submits, generate
 from jaxpaged.engine.inputs import InputProcessor, Prompt
-from jaxpaged.errors import RequestError
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.errors import GenerationFailed, RequestError
+
+# samples nothing: what is wanted are the pages
+_WARMING = SamplingParams(
+    max_tokens=0, temperature=0.0, detokenize=False, output_kind=OutputKind.FINAL_ONLY
+)
+ROOM_IS_GONE = "the prefix was computed, but others took the room to pin it: drop some"
 
 
 def warming_request(
@@ -19,10 +27,9 @@ def warming_request(
         RequestError: the prompt cannot be served.
     """
     _, token_ids = inputs.encode(prompt)
-    params = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
     salt = SHARED_SALT if shared else cache_salt
-    request = inputs.request(token_ids, params, cache_salt=salt)
-    return replace(request, pin_as=prefix_id_of(request))
+    pin = Pin(prefix_id_of(token_ids, salt))
+    return inputs.request(token_ids, _WARMING, cache_salt=salt, pin=pin)
 
 
 def warmed(pinned: PinnedPrefixes, request: Request) -> WarmPrefix:
@@ -31,7 +38,36 @@ def warmed(pinned: PinnedPrefixes, request: Request) -> WarmPrefix:
     Raises:
         RequestError: others took the room meanwhile.
     """
-    prefix = pinned.get(request.pin_as)
+    prefix = pinned.get(request.pin.prefix_id) if request.pin else None
     if prefix is None:
-        raise RequestError("the prefix was computed, but others took the room to pin it: drop some")
+        raise RequestError(ROOM_IS_GONE)
     return prefix
+
+
+async def compute_prefix(
+    engine: Submits, token_ids: list[int], request_id: str, pin: Pin, *, salt: str, key_name: str
+) -> RequestOutput:
+    """Compute a prompt and pin it as asked, in any engine; being cancelled aborts it.
+
+    Whether it found room is told by the engine's `control("warm_prefixes")`.
+
+    Raises:
+        RequestError: it cannot be served, or there is no room to pin it.
+        GenerationFailed: the model failed on it.
+    """
+    prompt = {"prompt_token_ids": token_ids}
+    answers = generate(
+        engine,
+        prompt,
+        _WARMING,
+        request_id,
+        priority=0,
+        cache_salt=salt,
+        key_name=key_name,
+        pin=pin,
+    )
+    async with aclosing(answers):
+        output = await anext(answers)
+    if output.outputs[0].finish_reason == "error":
+        raise GenerationFailed(output.error or "the model failed on this request")
+    return output

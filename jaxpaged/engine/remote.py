@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.connection import EngineConnection
 from jaxpaged.engine.generation import generate
 from jaxpaged.engine.inbox import EventSink
@@ -188,6 +188,7 @@ class RemoteLLM:
         priority: int = 0,
         cache_salt: str = "",
         key_name: str = "",
+        pin: Pin | None = None,
     ) -> tuple[Request, str | None]:
         """Queue a request whose events go straight to `sink`; returns it and the prompt's text.
 
@@ -200,7 +201,7 @@ class RemoteLLM:
         call_id, answer = connection.next_call()
         connection.sinks[request_id] = sink
         connection.send(
-            Submit(call_id, request_id, ids, sampling_params, priority, cache_salt, key_name)
+            Submit(call_id, request_id, ids, sampling_params, priority, cache_salt, key_name, pin)
         )
         try:
             max_tokens, seed = await answer

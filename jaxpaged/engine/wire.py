@@ -11,7 +11,7 @@ import msgspec
 
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.core.request import TokenEvent
+from jaxpaged.core.request import Pin, TokenEvent
 from jaxpaged.errors import (
     CapacityError,
     ConfigError,
@@ -54,6 +54,7 @@ class Submit(msgspec.Struct, tag="submit"):
     priority: int
     cache_salt: str
     key_name: str
+    pin: Pin | None = None
 
 
 class Release(msgspec.Struct, tag="release"):

@@ -162,6 +162,7 @@ class Worker:
                 priority=message.priority,
                 cache_salt=message.cache_salt,
                 key_name=message.key_name,
+                pin=message.pin,
             )
         except JaxPagedError as error:
             self._sender.send(Refusal.of(error, call_id=message.call_id))

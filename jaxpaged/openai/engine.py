@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from jaxpaged.config.settings import ModelSettings
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.metrics import EngineLoad
@@ -60,6 +60,7 @@ class ServedEngine(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         key_name: str = "",
+        pin: Pin | None = None,
     ) -> tuple[Request, str | None]: ...
     def release(self, request_id: str, *, is_finished: bool) -> None: ...
     async def abort(self, request_id: str) -> None: ...

@@ -6,7 +6,7 @@ from typing import Any
 from jaxpaged.core.params import MAX_LOGPROBS, OutputKind, SamplingParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.formats import structured_outputs
-from jaxpaged.openai.schema import ChatRequest, CompletionRequest, SamplingFields
+from jaxpaged.openai.schema import ChatRequest, CompletionRequest, PrefixRequest, SamplingFields
 
 COMPLETION_MAX_TOKENS = 16
 MAX_SALT = 1024  # characters
@@ -57,7 +57,7 @@ def chat_params(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParam
     return SamplingParams(**values)
 
 
-def salt_of(body: SamplingFields, key_id: str) -> str:
+def salt_of(body: SamplingFields | PrefixRequest, key_id: str) -> str:
     """What separates prefix caches: the API key, and the client's own salt within it."""
     salt = body.cache_salt
     if salt is not None and not 1 <= len(salt) <= MAX_SALT:

@@ -8,7 +8,7 @@ import msgspec
 from jaxpaged.core.params import check_ids
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.engine import ServedEngine
-from jaxpaged.openai.schema import ChatRequest, TokenizeRequest
+from jaxpaged.openai.schema import ChatRequest, ConversationFields
 
 MAX_PROMPTS = 2048  # prompts times n, in one request
 
@@ -66,7 +66,7 @@ def check_text(text: str, engine: ServedEngine, param: str = "prompt") -> None:
 
 
 async def encode_chat(
-    body: ChatRequest | TokenizeRequest,
+    body: ChatRequest | ConversationFields,
     engine: ServedEngine,
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:

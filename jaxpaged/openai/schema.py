@@ -118,18 +118,32 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     request_ids: list[str]
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of /tokenize: a prompt or messages."""
+class ConversationFields(msgspec.Struct, kw_only=True):
+    """Messages and how the chat template writes them."""
 
     model: str | None = None
-    prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+
+
+class TokenizeRequest(ConversationFields, kw_only=True):
+    """Body of /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class PrefixRequest(ConversationFields, kw_only=True):
+    """Body of /v1/cache/prefixes: one of prompt, messages and prompt_token_ids."""
+
+    prompt: Any = None  # text or token ids
+    prompt_token_ids: list[int] | None = None
+    cache_salt: str | None = None
+    shared: bool | None = None  # found by all clients
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

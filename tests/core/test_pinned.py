@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 
 from jaxpaged.core.prefix_cache import SHARED_SALT
+from jaxpaged.core.request import Pin
 from jaxpaged.errors import RequestError
 from tests.core.fake_device import Loop, add, make_scheduler, make_sequence, prompt, shares
 
 
 def warm(loop, tokens, name="warm", **request):
-    loop.run([make_sequence(90, tokens, 0, pin_as=name, **request)])
+    loop.run([make_sequence(90, tokens, 0, pin=Pin(name), **request)])
     return loop.scheduler.pinned.get(name)
 
 
@@ -87,9 +88,9 @@ def test_pins_leave_room_for_the_longest_sequence():
     scheduler = loop.scheduler
     warm(loop, prompt(0, 8))
     with pytest.raises(RequestError, match="pins 2 full pages of 4 tokens, allowed are 1 to 1"):
-        add(scheduler, make_sequence(1, prompt(20, 8), 0, pin_as="other"))
+        add(scheduler, make_sequence(1, prompt(20, 8), 0, pin=Pin("other")))
     with pytest.raises(RequestError, match="pins 0 full pages"):
-        add(scheduler, make_sequence(1, prompt(20, 3), 0, pin_as="other"))
+        add(scheduler, make_sequence(1, prompt(20, 3), 0, pin=Pin("other")))
     longest = make_sequence(2, prompt(0, 60), 4)
     loop.run([longest])
     assert longest.finish_reason in ("length", "stop")
@@ -99,6 +100,12 @@ def test_two_that_are_warmed_at_once_pin_no_more_than_there_is_room_for():
     loop = Loop(make_scheduler(num_pages=1 + 16 + 3, max_model_len=64))
     scheduler = loop.scheduler
     for i in range(2):
-        add(scheduler, make_sequence(i, prompt(20 * i, 8), 0, pin_as=str(i)))
+        add(scheduler, make_sequence(i, prompt(20 * i, 8), 0, pin=Pin(str(i))))
     loop.run()
     assert [dataclasses.astuple(p)[2] for p in scheduler.pinned] == [8]
+
+
+def test_without_a_prefix_cache_nothing_is_warmed():
+    scheduler = make_scheduler(num_pages=40, enable_prefix_caching=False)
+    with pytest.raises(RequestError, match="switched off"):
+        add(scheduler, make_sequence(0, prompt(0, 8), 0, pin=Pin("warm")))
