@@ -40,6 +40,9 @@ class InstantDevice:
     def dispatch(self, batch: HostBatch) -> PendingStep:
         return PendingStep(batch.bucket, batch.forward)
 
+    def copy_pages(self, copies: object) -> None:
+        """There are no pages to copy."""
+
     def read(self, pending: PendingStep) -> StepResult:
         rows = pending.bucket.num_seqs
         none = np.empty((0, 20), np.float32)

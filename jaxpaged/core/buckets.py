@@ -62,6 +62,16 @@ class Bucket:
         return self.num_tokens if self.kind == "draft" else self.num_seqs
 
     @property
+    def forward_samples(self) -> bool:
+        """Whether the forward program takes the largest logit of each row: greedy needs no more."""
+        return self.kind != "draft" and self.num_logits == self.num_seqs
+
+    @property
+    def needs_sampling(self) -> bool:
+        """Whether the step has a second program."""
+        return self.sampler != "greedy" or not self.forward_samples
+
+    @property
     def forward_name(self) -> str:
         """Names the program that computes the logits: buckets that share it differ in sampler."""
         return f"forward {self.kind} {self.num_tokens} {self.num_seqs} {self.num_logits}"

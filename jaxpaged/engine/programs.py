@@ -87,7 +87,7 @@ class ProgramSource:
         arguments = (self._params, self._state, _int32(layout.forward_size))
         on_gpu = jax.default_backend() == "gpu"
         options = {"xla_gpu_enable_triton_gemm": bucket.num_tokens <= FEW_TOKENS} if on_gpu else {}
-        result = jax.tree.structure((self._state, 0))
+        result = jax.tree.structure((self._state, 0, 0))
         return Program(bucket.forward_name, function, arguments, result, 1, options)
 
     def sample(self, bucket: Bucket) -> Program:
@@ -118,7 +118,8 @@ class ProgramSource:
         programs: dict[str, Callable[[], Program]] = {}
         for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
             programs[bucket.forward_name] = partial(self.forward, bucket)
-            programs[bucket.sample_name] = partial(self.sample, bucket)
+            if bucket.needs_sampling:
+                programs[bucket.sample_name] = partial(self.sample, bucket)
         for length in self.reset_lengths:
             programs[f"reset {length}"] = partial(self.reset, length)
         for kind, width in self._page_programs:

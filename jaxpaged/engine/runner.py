@@ -43,6 +43,7 @@ class PendingLogits:
 
     bucket: Bucket
     logits: jax.Array
+    words: jax.Array  # of a greedy step
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,12 @@ class Runner:
 
     def dispatch(self, batch: HostBatch) -> PendingStep:
         """Start a step; returns at once where the device computes asynchronously."""
-        forward, sample = jax.device_put((batch.forward, batch.sample))
-        return self._start_sampling(self._start_forward(batch.bucket, forward), sample)
+        if batch.bucket.needs_sampling:
+            forward, sample = jax.device_put((batch.forward, batch.sample))
+            return self._start_sampling(self._start_forward(batch.bucket, forward), sample)
+        pending = self.dispatch_forward(batch)
+        pending.words.copy_to_host_async()
+        return PendingStep(batch.bucket, pending.words)
 
     def dispatch_forward(self, batch: HostBatch) -> PendingLogits:
         """Start the first half of a step. `dispatch_sample` must come before the next forward."""
@@ -167,8 +172,9 @@ class Runner:
         self._programs.clear()
 
     def _start_forward(self, bucket: Bucket, packed: jax.Array) -> PendingLogits:
-        self._state, logits = self._programs.forward(bucket)(self.params, self._state, packed)
-        return PendingLogits(bucket, logits)
+        forward = self._programs.forward(bucket)
+        self._state, logits, words = forward(self.params, self._state, packed)
+        return PendingLogits(bucket, logits, words)
 
     def _start_sampling(self, pending: PendingLogits, packed: jax.Array) -> PendingStep:
         state = SamplerState(self._state.last_token_ids, self._state.output_counts)

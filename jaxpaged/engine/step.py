@@ -1,7 +1,8 @@
 """The compiled step in its two programs, each with one packed buffer; the state is donated.
 
-Prefill, chunk, decode and scoring are these same functions at different buckets. Between the two a
-grammar's mask, which depends on the step before, has time to arrive.
+Prefill, chunk, decode and scoring are these same functions at different buckets. A greedy step
+needs the first alone. Between the two a grammar's mask, which depends on the step before, has time
+to arrive.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from jaxpaged.layers.sampling import (
     token_logprobs,
 )
 
-type ForwardFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array]]
+type ForwardFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array, Array]]
 type SampleFunction = Callable[[SamplerState, Array, Array], tuple[SamplerState, Array]]
 
 
@@ -39,19 +40,28 @@ class SamplerState:
 
 
 def make_forward(graphdef: nnx.GraphDef, layout: PackedLayout) -> ForwardFunction:
-    """The first program of a step: write this batch's KV, attend; f32 logits [logits, vocab]."""
+    """The first program of a step: write this batch's KV, attend, pick each row's largest logit.
+
+    Results: the state, f32 logits [logits, vocab], and what `make_sample` tells of a greedy step,
+    empty where a row has several logits. A step that samples otherwise overwrites the tokens.
+    """
 
     def forward(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
         batch = ragged_batch(layout, unpack(layout.forward, packed))
         model = nnx.merge(graphdef, params)
         hidden, state = model(batch, state)
-        return state, model.unembed(hidden[batch.logit_rows])
+        logits = model.unembed(hidden[batch.logit_rows])
+        if not layout.bucket.forward_samples:
+            return state, logits, jnp.zeros(0, jnp.int32)
+        tokens = pick_greedy(logits)
+        last = state.last_token_ids.at[batch.seq_slots].set(tokens)
+        return replace(state, last_token_ids=last), logits, _step_words(logits, tokens)
 
     return forward
 
 
 def make_sample(layout: PackedLayout, processors: tuple[LogitsProcessor, ...]) -> SampleFunction:
-    """The second program: one token a row, kept on the device for the next step too.
+    """The second program, where greedy is not enough: a token a row, kept for the next step too.
 
     A row whose prompt is not complete gets a token too; the scheduler drops it. The result's second
     part is `i32[seqs, 3]` (token id, bits of its logprob, finite or not), followed for the samplers
