@@ -96,11 +96,12 @@ class PrefixCache:
     def _find(self, seq: Sequence, first: int, most: int) -> list[int]:
         page_ids: list[int] = []
         parent: Parent = seq.prefix if first else seq.request.cache_root
-        if not self._longest_shared and self._hash_bits == _HASH_BITS:
-            found = self._find_plain(seq, first, most, parent)
-            if found is not None:
-                return found
         for index in range(first, most):
+            may_be_shared = index < self._longest_shared and isinstance(parent, tuple)
+            if not may_be_shared and self._hash_bits == _HASH_BITS:
+                found = self._find_plain(seq, index, most, parent)
+                if found is not None:
+                    return page_ids + found
             entry = self._entry_at(seq, index, parent)
             if entry is None:
                 break
@@ -109,9 +110,7 @@ class PrefixCache:
         return page_ids
 
     def _find_plain(self, seq: Sequence, first: int, most: int, parent: Parent) -> list[int] | None:
-        """The same, thousands of pages in 2 ms, where no prefix is shared by all; None if a token
-        differs in spite of equal hashes.
-        """
+        """Likewise where none is shared by all, thousands in 2 ms; None if tokens differ."""
         if len(seq.page_hashes) < most:
             self._extend_hashes(seq)
         by_key, entries = self._by_key, list[_Entry]()
@@ -283,7 +282,8 @@ class PrefixCache:
 
     def _shared_hash(self, seq: Sequence, index: int) -> bytes:
         if len(seq.shared_hashes) <= index:
-            num_tokens = min(self._longest_shared * self.pool.page_size, len(seq.token_ids))
+            # the first page tells most sequences that they share nothing
+            num_tokens = (self._longest_shared if index else 1) * self.pool.page_size
             salt = _seed(SHARED_SALT, seq.request.adapter_id)
             seq.shared_hashes = page_hashes(seq.token_ids[:num_tokens], self.pool.page_size, salt)
         return seq.shared_hashes[index]

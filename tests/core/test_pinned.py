@@ -109,3 +109,17 @@ def test_without_a_prefix_cache_nothing_is_warmed():
     scheduler = make_scheduler(num_pages=40, enable_prefix_caching=False)
     with pytest.raises(RequestError, match="switched off"):
         add(scheduler, make_sequence(0, prompt(0, 8), 0, pin=Pin("warm")))
+
+
+@pytest.mark.parametrize("begins", [0, 500])
+def test_a_prefix_shared_by_all_is_looked_for_no_further_than_it_is_found(begins, monkeypatch):
+    loop = Loop(make_scheduler(num_pages=200, max_model_len=300, max_num_batched_tokens=300))
+    warm(loop, prompt(begins, 8), cache_salt=SHARED_SALT)
+    loop.run([make_sequence(0, prompt(0, 200), 1, cache_salt="a")])
+    cache, looked = loop.scheduler.cache, []
+    one = cache._entry_at
+    monkeypatch.setattr(cache, "_entry_at", lambda *args: looked.append(args[1]) or one(*args))
+    seq = make_sequence(1, prompt(0, 201), 1, cache_salt="a")
+    assert len(cache.find(seq)) == 50
+    assert looked == ([0, 1] if begins == 0 else [0])
+    assert len(seq.shared_hashes) == (2 if begins == 0 else 1)
