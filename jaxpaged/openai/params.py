@@ -112,7 +112,10 @@ def _check_served(body: SamplingFields) -> None:
             f"best_of is {body.best_of}: only n answers are made; leave it out", param="best_of"
         )
     if body.use_beam_search:
-        raise UnsupportedParameter("use_beam_search is not served", param="use_beam_search")
+        raise UnsupportedParameter(
+            "use_beam_search is not served over HTTP: leave it out, or use LLM.beam_search offline",
+            param="use_beam_search",
+        )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.timeout_s is not None and not 0 < body.timeout_s <= MAX_TIMEOUT_S:
