@@ -99,6 +99,13 @@ def default_cache_dir() -> Path:
     return Path(base) / "jaxpaged"
 
 
+def programs_identity(model: object, *arguments: object) -> str:
+    """All that programs depend on: model, machine, and the shapes of their arguments."""
+    leaves = jax.tree.leaves(arguments)
+    shapes = " ".join(f"{leaf.dtype}{leaf.shape}" for leaf in leaves)
+    return f"{model}\n{shapes}\n{machine_identity()}"
+
+
 def machine_identity() -> str:
     """Versions, device, host processor and XLA settings that a finished program is bound to."""
     device = jax.devices()[0]

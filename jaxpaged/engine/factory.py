@@ -32,7 +32,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.advice import memory_explained, plan_or_refuse
 from jaxpaged.engine.capacity import MemoryPlan, tree_bytes
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, machine_identity
+from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, programs_identity
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device
@@ -214,7 +214,7 @@ def _programs(
     is_plain = attention is None and not processors  # nothing that only this process knows
     is_cacheable = is_plain and config.compile.compile_cache_dir != ""
     folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
-    store = ExecutableStore(folder, f"{model}\n{num_pages} x {page_size}\n{machine_identity()}")
+    store = ExecutableStore(folder, programs_identity(model, loaded.params, state))
     start_processes = None
     if is_plain:
         told = lowering_setup(config, num_pages, model.max_len)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine import lowering, programs
-from jaxpaged.engine.executables import ExecutableStore
+from jaxpaged.engine.executables import ExecutableStore, programs_identity
 from jaxpaged.engine.llm import LLM
 from tests.support import engines
 
@@ -89,6 +89,12 @@ def test_a_stored_program_computes_what_it_did(store):
 
 def test_a_program_of_another_pool_is_not_loaded(store):
     assert ExecutableStore(store.folder, "model, other pool").load("double") is None
+
+
+def test_programs_on_other_shapes_have_another_identity():
+    params, slots = jnp.zeros(2), jnp.zeros((2, 8), jnp.int16)
+    others = [(params, slots), (params, slots[:1]), (params.astype(jnp.bfloat16), slots)]
+    assert len({programs_identity("model", *other) for other in others}) == 3
 
 
 @pytest.mark.parametrize("place", [0, 40, -1])
