@@ -82,7 +82,8 @@ def _common(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, value in given.items():
-        if not (key.lstrip("-").isascii() and key.lstrip("-").isdigit() and len(key) < 20):
+        digits = key.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit() and len(key) < 20):
             raise RequestError(
                 f"logit_bias names {key[:40]!r}, which is no token id", param="logit_bias"
             )

@@ -17,6 +17,7 @@ BAD_FIELDS = [
     *[({"stop": stop}, "stop") for stop in ([""], "", ["X", ""], [1], 3, ["x"] * 17)],
     *[({"logit_bias": bias}, "logit_bias") for bias in (
         {"512": 1}, {"-1": 1}, {"x": 1}, {"35": 101}, {"1e3": 1}, {"": 1}, {str(2**70): 1},
+        {"--5": 1},
     )],
     *[({"stop_token_ids": [i]}, "stop_token_ids") for i in (512, -1, 2**31, 2**63, 2**64)],
     ({"allowed_token_ids": [512]}, "allowed_token_ids"),

@@ -188,6 +188,8 @@ def test_white_space_is_bounded(grammars):
                                       "minItems": 1}}, "$ref": "#/$defs/a"}), "nothing fits"),
         (Params(json={"type": "integer", "minimum": 3, "maximum": 2}), "bounds"),
         (Params(json={"type": "string", "maxLength": 10**9}), "too large"),
+        (Params(json={"type": "string", "pattern": [1]}), "pattern must be text"),
+        (Params(json={"type": "string", "format": [1]}), "format must be text"),
         (Params(json=[1]), "schema"),
         (Params(json="{"), "JSON"),
         (Params(regex="(a"), "')'"),

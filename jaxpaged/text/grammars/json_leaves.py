@@ -26,9 +26,10 @@ def count(schema: dict[str, Any], name: str, refuse: Refuse) -> int | None:
 def string_expression(schema: dict[str, Any], param: str, refuse: Refuse) -> Expression:
     least, most = (count(schema, name, refuse) for name in ("minLength", "maxLength"))
     content = None
+    for name in ("pattern", "format"):
+        if not isinstance(schema.get(name, ""), str):
+            raise refuse(f"{name} must be text")
     if "pattern" in schema:
-        if not isinstance(schema["pattern"], str):
-            raise refuse("pattern must be text")
         content = parse_regex(schema["pattern"], param=param, is_search=True)
     elif schema.get("format") in FORMATS:
         content = FORMATS[schema["format"]]
