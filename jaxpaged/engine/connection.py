@@ -17,7 +17,7 @@ from jaxpaged.engine.wire import (
     frame,
     to_front,
 )
-from jaxpaged.errors import EngineStopped
+from jaxpaged.errors import EngineStopped, RequestError
 from jaxpaged.metrics import EngineLoad
 
 
@@ -66,8 +66,21 @@ class EngineConnection(asyncio.Protocol):
         self.lost.set()
 
     def send(self, message: ToEngine) -> None:
-        if self._transport is not None and self.error is None:
-            self._transport.write(frame(message))
+        """Give the engine a message.
+
+        Raises:
+            RequestError: an integer in it is too large to send.
+        """
+        if self._transport is None or self.error is not None:
+            return
+        try:
+            data = frame(message)
+        except OverflowError:
+            raise RequestError(
+                "the request has an integer of over 64 bits, allowed are -2**63 to 2**64 - 1: "
+                "write it as a float"
+            ) from None
+        self._transport.write(data)
 
     def next_call(self) -> tuple[int, asyncio.Future[Any]]:
         """An id for a message that will be answered, and its answer.

@@ -200,12 +200,15 @@ class RemoteLLM:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
         call_id, answer = connection.next_call()
         connection.sinks[request_id] = sink
-        connection.send(
-            Submit(call_id, request_id, ids, sampling_params, priority, cache_salt, key_name, pin)
-        )
         try:
+            connection.send(
+                Submit(
+                    call_id, request_id, ids, sampling_params, priority, cache_salt, key_name, pin
+                )
+            )
             max_tokens, seed = await answer
         except BaseException:
+            answer.cancel()
             self.release(request_id, is_finished=False)
             raise
         now, none = time.monotonic(), frozenset[int]()

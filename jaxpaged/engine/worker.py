@@ -33,7 +33,9 @@ from jaxpaged.engine.wire import (
     frame,
     to_engine,
 )
-from jaxpaged.errors import EngineStopped, JaxPagedError
+from jaxpaged.errors import EngineStopped, InvariantError, JaxPagedError
+
+log = logging.getLogger(__name__)
 
 READ_BYTES = 2**18
 BEAT_S = 0.25  # between two signs of life
@@ -164,8 +166,8 @@ class Worker:
                 key_name=message.key_name,
                 pin=message.pin,
             )
-        except JaxPagedError as error:
-            self._sender.send(Refusal.of(error, call_id=message.call_id))
+        except Exception as error:
+            self._refuse(message.call_id, error)
         else:
             self._sender.send(Reply(message.call_id, [request.max_tokens, request.seed]))
 
@@ -182,10 +184,17 @@ class Worker:
             if message.method not in CALLS:
                 raise EngineStopped(f"there is no call {message.method!r}")
             value = await getattr(self._llm, message.method)(*message.arguments)
-        except JaxPagedError as error:
-            self._sender.send(Refusal.of(error, call_id=message.call_id))
+        except Exception as error:
+            self._refuse(message.call_id, error)
         else:
             self._sender.send(Reply(message.call_id, value))
+
+    def _refuse(self, call_id: int, error: Exception) -> None:
+        """Answer a call with its error; one that nobody foresaw must not leave it waiting."""
+        if not isinstance(error, JaxPagedError):
+            log.error("a call failed", exc_info=error)
+            error = InvariantError("internal error; the server's log has the cause")
+        self._sender.send(Refusal.of(error, call_id=call_id))
 
     def _flush_later(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.add_writer, self._sock, self._flush)

@@ -15,7 +15,14 @@ from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.remote import RemoteLLM
 from jaxpaged.engine.wire import Frames, Refusal, frame, to_front
-from jaxpaged.errors import ConfigError, EngineStopped, PromptTooLong, QueueFull, RequestError
+from jaxpaged.errors import (
+    ConfigError,
+    EngineStopped,
+    InvariantError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
 from tests.support.models import byte_ids, write_model
 
 WORKER = "tests.support.fake_worker"
@@ -68,6 +75,23 @@ async def test_it_answers_refuses_and_gives_up_what_is_left(remote):
     await until(lambda: not llm.load.num_running)
     assert llm.is_running
     assert llm.seconds_without_progress == 0.0
+
+
+async def test_what_cannot_be_sent_is_refused_and_harms_nobody(remote):
+    llm = await remote()
+    params = SamplingParams(temperature=0, max_tokens=3, output_kind=OutputKind.DELTA)
+    with pytest.raises(RequestError, match="64 bits"):
+        async for _ in llm.generate("ABC", params, priority=2**64):
+            pass
+    assert await text_of(llm, "ABC", params) == "DEF"
+
+
+async def test_an_error_that_nobody_foresaw_leaves_no_request_waiting(remote):
+    llm = await remote(fault="submit")
+    with pytest.raises(InvariantError, match="internal error"):
+        async with asyncio.timeout(10):
+            await text_of(llm, "ABC", FOREVER)
+    assert llm.is_running
 
 
 @pytest.mark.parametrize("fault", ["raise", "exit"])

@@ -1,7 +1,8 @@
 """The engine's process over the successor model without a device, with faults on request.
 
 `hf_overrides` of the configuration holds {"fault": name, "step": number, "step_s": seconds}: from
-that step on it raises, hangs or exits; `step_s` is how long every step takes.
+that step on it raises, hangs or exits; `step_s` is how long every step takes. With the fault
+"submit" every request meets an error that nobody foresaw.
 """
 
 import os
@@ -34,7 +35,12 @@ def make(start: Start) -> AsyncLLM:
             case "exit":
                 os._exit(EXIT_CODE)
 
+    async def broken(*_args, **_keywords):
+        raise TypeError("broken on purpose")
+
     engine.before_step = before_step
+    if wanted.get("fault") == "submit":
+        llm.submit = broken
     return llm
 
 
