@@ -69,6 +69,7 @@ async def test_it_answers_refuses_and_gives_up_what_is_left(remote):
     await until(lambda: not llm.load.num_running and not llm.num_open_requests)
     assert b'vllm:generation_tokens_total{engine="0"' in await llm.metrics_text()
     await llm.submit("ABC", FOREVER, "open", Inbox(0))
+    await until(lambda: llm.load.num_running)
     assert (await llm.explanation("open"))["request_id"] == "open"
     llm.release("open", is_finished=False)
     assert await llm.explanation("none") is None
