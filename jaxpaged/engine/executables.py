@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 SOURCES = (
     "arrays.py",
+    "core/buckets.py",  # which logits a program makes and whether it samples
     "core/packing.py",
+    "core/params.py",  # sizes of packed fields
     "engine/programs.py",
     "engine/page_moves.py",
     "engine/step.py",

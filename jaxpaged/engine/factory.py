@@ -17,13 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxpaged.arrays import DeviceState
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder, default_ladder
 from jaxpaged.core.limits import SchedulerLimits
-from jaxpaged.core.packing import PackedLayout
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -32,7 +30,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.advice import memory_explained, plan_or_refuse
 from jaxpaged.engine.capacity import MemoryPlan, tree_bytes
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, programs_identity
+from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device
@@ -43,7 +41,6 @@ from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.metrics import EngineMetrics
-from jaxpaged.models.decoder import init_device_state
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer
 from jaxpaged.weights.loader import LoadedModel, ModelFiles, open_model
@@ -106,19 +103,14 @@ def build_engine(
     plan = plan_or_refuse(config, loaded.config, weights, dtype, device)
     config, model = settled(config, plan), plan.model
     processors = dict(logits_processors or {})
-    make_state = partial(
-        init_device_state, model, plan.num_pages, plan.page_size, plan.max_num_seqs, dtype
-    )
-    programs = _programs(
-        config, plan, loaded, jax.eval_shape(make_state), attention, tuple(processors.values())
-    )
+    programs = _programs(config, plan, loaded, dtype, attention, tuple(processors.values()))
     wants_warm = warm and platform != "cpu"
     if config.compile.warmup == "all" or (config.compile.warmup == "auto" and wants_warm):
         # before the pool takes the memory in which XLA tries ways to multiply
         with _timed(phases, "programs"), memory_explained(plan):
             _warm_up(programs, ladder_of(config), show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
-        runner = Runner(model, loaded.params, make_state(), programs)
+        runner = Runner(model, loaded.params, programs.source.make_state(), programs)
     parts = _host_side(config, plan, processors)
     metrics = EngineMetrics(_served_name(config), model.max_len)
     metrics.cache_config(
@@ -194,30 +186,29 @@ def _programs(
     config: EngineConfig,
     plan: MemoryPlan,
     loaded: LoadedModel,
-    state: DeviceState,
+    dtype: np.dtype,
     attention: AttentionOp | None,
     processors: tuple[LogitsProcessor, ...],
 ) -> Programs:
-    """What finds and compiles the programs; of the state only shapes are needed."""
-    model, page_size, num_pages = plan.model, plan.page_size, plan.num_pages
-    pages_per_seq = -(-model.max_len // page_size)
-    layout_of = partial(PackedLayout, pages_per_seq=pages_per_seq, vocab=model.vocab)
+    """What finds and compiles the programs; of the page pool only its shape is needed."""
     source = ProgramSource(
         loaded.graphdef,
         loaded.params,
-        state,
-        layout_of,
-        processors,
-        model.max_len,
+        plan.model,
+        num_pages=plan.num_pages,
+        page_size=plan.page_size,
+        max_num_seqs=plan.max_num_seqs,
+        dtype=dtype,
+        processors=processors,
         swaps=config.cache.swap_space > 0,
     )
     is_plain = attention is None and not processors  # nothing that only this process knows
     is_cacheable = is_plain and config.compile.compile_cache_dir != ""
     folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
-    store = ExecutableStore(folder, programs_identity(model, loaded.params, state))
+    store = ExecutableStore(folder, source.identity())
     start_processes = None
     if is_plain:
-        told = lowering_setup(config, num_pages, model.max_len)
+        told = lowering_setup(config, plan.num_pages, plan.model.max_len)
         start_processes = partial(LoweringProcesses, setup=told)
     return Programs(source, store, start_processes)
 

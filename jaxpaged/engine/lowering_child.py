@@ -4,17 +4,14 @@ import dataclasses
 import json
 import os
 import sys
-from functools import partial
 from typing import Any
 
 import jax
 
 from jaxpaged.config.settings import GROUPS, EngineConfig
-from jaxpaged.core.packing import PackedLayout
 from jaxpaged.engine.factory import ladder_of, model_dtype, open_files
 from jaxpaged.engine.lowering import FAILED, export_program
 from jaxpaged.engine.programs import ProgramSource
-from jaxpaged.models.decoder import init_device_state
 
 
 def main() -> None:
@@ -36,21 +33,18 @@ def main() -> None:
 
 def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
     """The same as the engine's, from shapes alone."""
-    dtype, page_size = (
-        model_dtype(config.model.dtype, jax.default_backend()),
-        config.cache.page_size,
-    )
-    files = open_files(config, dtype)
-    model = dataclasses.replace(files.config, max_len=setup["max_len"])
-    max_num_seqs = config.scheduler.max_num_seqs
+    dtype = model_dtype(config.model.dtype, jax.default_backend())
+    files, max_num_seqs = open_files(config, dtype), config.scheduler.max_num_seqs
     assert max_num_seqs is not None
-    make_state = partial(
-        init_device_state, model, setup["num_pages"], page_size, max_num_seqs, dtype
-    )
-    pages_per_seq = -(-model.max_len // page_size)
-    layout_of = partial(PackedLayout, pages_per_seq=pages_per_seq, vocab=model.vocab)
     return ProgramSource(
-        files.graphdef, files.params, jax.eval_shape(make_state), layout_of, (), model.max_len
+        files.graphdef,
+        files.params,
+        dataclasses.replace(files.config, max_len=setup["max_len"]),
+        num_pages=setup["num_pages"],
+        page_size=config.cache.page_size,
+        max_num_seqs=max_num_seqs,
+        dtype=dtype,
+        swaps=config.cache.swap_space > 0,
     )
 
 

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from jaxpaged.arrays import DeviceState, Params
+from jaxpaged.arrays import Params
+from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.host_tier import MOVE_WIDTHS
 from jaxpaged.core.packing import PackedLayout
-from jaxpaged.engine.executables import ExecutableStore
+from jaxpaged.engine.executables import ExecutableStore, programs_identity
 from jaxpaged.engine.lowering import LoweringProcesses, lower_exported
 from jaxpaged.engine.page_moves import (
     COPY_WIDTHS,
@@ -30,6 +32,7 @@ from jaxpaged.engine.page_moves import (
 )
 from jaxpaged.engine.step import SamplerState, make_forward, make_sample, reset_counts
 from jaxpaged.layers.sampling import LogitsProcessor
+from jaxpaged.models.decoder import init_device_state
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +55,20 @@ class Program:
     def lower(self) -> Any:
         return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments)
 
+    def compile(self, lowered: Any = None) -> Any:
+        """Compile it, from what another process lowered if that is given."""
+        lowered = self.lower() if lowered is None else lowered
+        return lowered.compile(compiler_options=self.options or None)
+
 
 class ProgramSource:
     """Says what each program computes, on which shapes.
 
     Args:
-        params, state: arrays, or their shapes.
-        layout_of: the packed layout of a bucket.
-        max_len: the longest sequence.
+        params: arrays, or their shapes.
+        model: `max_len` is the longest sequence.
+        num_pages: of the pool, the null page included.
+        dtype: of the KV.
         swaps: pages may go to host memory.
     """
 
@@ -67,19 +76,32 @@ class ProgramSource:
         self,
         graphdef: nnx.GraphDef,
         params: Params,
-        state: DeviceState,
-        layout_of: Callable[[Bucket], PackedLayout],
-        processors: tuple[LogitsProcessor, ...],
-        max_len: int,
+        model: ModelConfig,
         *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        dtype: DTypeLike,
+        processors: tuple[LogitsProcessor, ...] = (),
         swaps: bool = False,
     ):
-        self._graphdef, self._layout_of, self._processors = graphdef, layout_of, processors
-        self._params, self._state = _shapes(params), _shapes(state)
+        self._graphdef, self._processors = graphdef, processors
+        self.make_state = partial(
+            init_device_state, model, num_pages, page_size, max_num_seqs, dtype
+        )
+        self._layout_of = partial(
+            PackedLayout, pages_per_seq=-(-model.max_len // page_size), vocab=model.vocab
+        )
+        self._params, self._state = _shapes(params), jax.eval_shape(self.make_state)
         self._page_programs = [("copy", width) for width in COPY_WIDTHS]
         if swaps:
             self._page_programs += itertools.product(("fetch", "store"), MOVE_WIDTHS)
-        self.reset_lengths = [*(n for n in RESET_LENGTHS if n < max_len), max_len]
+        self.reset_lengths = [*(n for n in RESET_LENGTHS if n < model.max_len), model.max_len]
+        self._model = model
+
+    def identity(self) -> str:
+        """All that the programs depend on besides their names."""
+        return programs_identity(self._model, self._params, self._state)
 
     def forward(self, bucket: Bucket) -> Program:
         layout = self._layout_of(bucket)
@@ -170,7 +192,7 @@ class Programs:
         """
         programs = self.source.all_programs(buckets)
         with ThreadPoolExecutor(_num_threads()) as pool:
-            found = list(pool.map(lambda make: self._load(make().name), programs.values()))
+            found = pool.map(self._load, programs)
             missing = [
                 make for make, there in zip(programs.values(), found, strict=True) if not there
             ]
@@ -197,7 +219,7 @@ class Programs:
 
     def _get(self, program: Program) -> Any:
         if not self._load(program.name):
-            self._compile(program, program.lower())
+            self._compile(program)
         return self._finished[program.name]
 
     def _load(self, name: str) -> bool:
@@ -214,15 +236,14 @@ class Programs:
     ) -> None:
         program = make()
         exported = processes.lower(program.name) if processes else None
-        if exported is None:
-            self._compile(program, program.lower())
-        else:
+        lowered = None
+        if exported is not None:
             lowered = lower_exported(exported, program.arguments, program.result, program.donated)
-            self._compile(program, lowered)
+        self._compile(program, lowered)
 
-    def _compile(self, program: Program, lowered: Any) -> None:
+    def _compile(self, program: Program, lowered: Any = None) -> None:
         start = time.monotonic()
-        compiled = lowered.compile(compiler_options=program.options or None)
+        compiled = program.compile(lowered)
         with self._lock:
             self.num_compilations += 1
             self._finished[program.name] = compiled
