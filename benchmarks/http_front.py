@@ -27,9 +27,9 @@ from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.factory import EngineParts
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.remote import RemoteLLM
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.engine.wire import Start
 from jaxpaged.engine.worker import main as worker_main
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.listener import Listener

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from jaxpaged.openai.engine import ServedEngine
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.responses.store import ResponseStore
 from server import (
     chat,

@@ -11,8 +11,8 @@ from pathlib import Path
 from jaxpaged.config.flags import config_from_args
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.engine.remote import WORKER, RemoteLLM
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import ConfigError, JaxPagedError
-from jaxpaged.openai.engine import ServedEngine
 from server.app import create_app
 from server.flags import make_parser
 from server.serving import bind, close_engine, serve

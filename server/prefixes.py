@@ -11,9 +11,9 @@ from jaxpaged.core.pinned import prefix_id_of
 from jaxpaged.core.prefix_cache import SHARED_SALT
 from jaxpaged.core.request import Pin
 from jaxpaged.engine.prefixes import ROOM_IS_GONE, compute_prefix
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError
 from jaxpaged.openai.chunks import encode
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.params import salt_of
 from jaxpaged.openai.prompts import completion_prompts, encode_chat
 from jaxpaged.openai.schema import PrefixRequest, decode_body

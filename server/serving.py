@@ -12,8 +12,8 @@ from collections.abc import Awaitable
 
 from aiohttp import web
 
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import EngineStopped
-from jaxpaged.openai.engine import ServedEngine
 from server.app import create_metrics_app
 from server.listener import Listener
 from server.settings import ServerSettings

@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import Draining, OutOfTime
 from jaxpaged.openai.chunks import Usage
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.schema import SamplingFields, StreamOptions
 from server.auth import KEY

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import ConfigError, JaxPagedError
 from jaxpaged.openai.answers import answer_body
-from jaxpaged.openai.engine import ServedEngine
 
 log = logging.getLogger(__name__)
 

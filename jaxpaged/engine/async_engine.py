@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
@@ -17,12 +17,10 @@ from jaxpaged.core.request import Pin, Request, TokenEvent
 from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.factory import EngineParts, build_engine
-from jaxpaged.engine.generation import generate
 from jaxpaged.engine.grammar_rows import compile_grammar
 from jaxpaged.engine.inbox import EventSink, Sinks
 from jaxpaged.engine.inputs import Prompt
-from jaxpaged.engine.outputs import RequestOutput
-from jaxpaged.engine.texts import PromptTexts
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import (
     CapacityError,
     EngineStopped,
@@ -37,20 +35,19 @@ RETRY_AFTER_S = 1.0
 LONG_PROMPT = 4096  # tokens
 
 
-class AsyncLLM:
+class AsyncLLM(ServedEngine):
     """Serves many callers of one event loop. Made outside the loop or in it; used in it."""
 
     def __init__(self, parts: EngineParts):
+        super().__init__(parts.inputs, parts.template, Sinks())
         self._parts, self._engine = parts, parts.engine
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._sinks = Sinks()
         self._arriving: dict[str, int] = {}  # prompt tokens by request, until the engine has them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
         self._closing = False
         self._busy_since = time.monotonic()  # when the thread last woke from having nothing to do
-        self._texts = PromptTexts(parts.inputs, parts.template)
         self._control = EngineControl(parts)
         # where set, is told a step's events by the engine's thread, instead of the requests' sinks
         self.on_events: Callable[[list[TokenEvent]], None] | None = None
@@ -65,10 +62,6 @@ class AsyncLLM:
     @property
     def parts(self) -> EngineParts:
         return self._parts
-
-    @property
-    def tokenizer(self):
-        return self._parts.tokenizer
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -93,17 +86,8 @@ class AsyncLLM:
         return self._parts.config.model
 
     @property
-    def served_model_names(self) -> tuple[str, ...]:
-        settings = self.model_settings
-        return settings.served_model_name or (settings.model,)
-
-    @property
     def is_running(self) -> bool:
         return self._error is None and not self._closing and self._thread.is_alive()
-
-    @property
-    def num_open_requests(self) -> int:
-        return len(self._sinks)
 
     @property
     def seconds_without_progress(self) -> float:
@@ -120,48 +104,9 @@ class AsyncLLM:
         """Sampling fields that the model or the operator sets, by name."""
         return dict(self._parts.default_sampling)
 
-    async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and ids of a prompt; a long text is tokenised in a worker thread."""
-        return await self._texts.encode(prompt)
-
-    async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], **options: Any
-    ) -> dict[str, Any]:
-        """A conversation through the chat template, rendered and tokenised in a worker thread."""
-        return await self._texts.chat_prompt(messages, **options)
-
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return self.metrics.text()
-
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        request_id: str = "",
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        key_name: str = "",
-    ) -> AsyncGenerator[RequestOutput]:
-        """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
-
-        Leaving the iterator for any reason aborts the request.
-
-        Raises:
-            RequestError: it can never be served.
-            QueueFull: too much waits; try again.
-            EngineStopped: the engine is gone.
-        """
-        return generate(
-            self,
-            prompt,
-            sampling_params,
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            key_name=key_name,
-        )
 
     async def submit(
         self,
@@ -209,14 +154,6 @@ class AsyncLLM:
         self._sinks.pop(request_id, None)
         if not is_finished:
             self._send(lambda: self._engine.abort(request_id))
-
-    async def abort(self, request_id: str) -> None:
-        """Stop a request; its iterator ends with EngineStopped."""
-        self.fail(request_id, EngineStopped(f"request {request_id} was aborted"))
-
-    def fail(self, request_id: str, error: Exception) -> None:
-        """Have a request's caller see `error`; one that is not here is no error."""
-        self._sinks.fail(request_id, error)
 
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, run by the engine's thread between two steps.

@@ -6,9 +6,9 @@ from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.pinned import PinnedPrefixes, WarmPrefix, prefix_id_of
 from jaxpaged.core.prefix_cache import SHARED_SALT
 from jaxpaged.core.request import Pin, Request
-from jaxpaged.engine.generation import Submits, generate
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import GenerationFailed, RequestError
 
 # samples nothing: what is wanted are the pages
@@ -45,7 +45,13 @@ def warmed(pinned: PinnedPrefixes, request: Request) -> WarmPrefix:
 
 
 async def compute_prefix(
-    engine: Submits, token_ids: list[int], request_id: str, pin: Pin, *, salt: str, key_name: str
+    engine: ServedEngine,
+    token_ids: list[int],
+    request_id: str,
+    pin: Pin,
+    *,
+    salt: str,
+    key_name: str,
 ) -> RequestOutput:
     """Compute a prompt and pin it as asked, in any engine; being cancelled aborts it.
 
@@ -56,15 +62,8 @@ async def compute_prefix(
         GenerationFailed: the model failed on it.
     """
     prompt = {"prompt_token_ids": token_ids}
-    answers = generate(
-        engine,
-        prompt,
-        _WARMING,
-        request_id,
-        priority=0,
-        cache_salt=salt,
-        key_name=key_name,
-        pin=pin,
+    answers = engine.generate(
+        prompt, _WARMING, request_id, cache_salt=salt, key_name=key_name, pin=pin
     )
     async with aclosing(answers):
         output = await anext(answers)

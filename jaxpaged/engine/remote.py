@@ -13,18 +13,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.connection import EngineConnection
-from jaxpaged.engine.generation import generate
 from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.inputs import InputProcessor, Prompt
-from jaxpaged.engine.outputs import RequestOutput
-from jaxpaged.engine.texts import PromptTexts, template_for, tokenizer_for
+from jaxpaged.engine.served import ServedEngine
+from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.engine.wire import Call, Ready, Release, Start, Submit
 from jaxpaged.errors import EngineStopped, RequestError
 from jaxpaged.metrics import EngineLoad
@@ -38,7 +36,7 @@ DUMP_S = 0.5  # likewise, for one that hangs: enough to write its stacks
 SILENCE_S = 2.0  # without a sign of life before it counts as standing still
 
 
-class RemoteLLM:
+class RemoteLLM(ServedEngine):
     """Serves many callers of one event loop, in which it is made and used."""
 
     def __init__(
@@ -50,10 +48,10 @@ class RemoteLLM:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
     ):
-        self._process, self._sock, self._connection = process, sock, connection
-        self._ready, self.tokenizer = ready, tokenizer
         inputs = InputProcessor(tokenizer, ready.vocab, ready.max_model_len, 0, ())
-        self._texts = PromptTexts(inputs, template)
+        super().__init__(inputs, template, connection.sinks)
+        self._process, self._sock, self._connection = process, sock, connection
+        self._ready = ready
         self._patience_s = CLOSE_S
 
     @classmethod
@@ -115,16 +113,8 @@ class RemoteLLM:
         return self._ready.config.model
 
     @property
-    def served_model_names(self) -> tuple[str, ...]:
-        return self.model_settings.served_model_name
-
-    @property
     def is_running(self) -> bool:
         return self._connection.error is None
-
-    @property
-    def num_open_requests(self) -> int:
-        return len(self._connection.sinks)
 
     @property
     def seconds_without_progress(self) -> float:
@@ -139,16 +129,6 @@ class RemoteLLM:
         """Sampling fields that the model or the operator sets, by name."""
         return dict(self._ready.default_sampling)
 
-    async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and ids of a prompt; a long text is tokenised in a worker thread."""
-        return await self._texts.encode(prompt)
-
-    async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], **options: Any
-    ) -> dict[str, Any]:
-        """A conversation through the chat template, rendered and tokenised in a worker thread."""
-        return await self._texts.chat_prompt(messages, **options)
-
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return await self._call("metrics_text")
@@ -156,27 +136,6 @@ class RemoteLLM:
     async def explanation(self, request_id: str) -> dict[str, Any] | None:
         """What became of a request, as `AsyncLLM.explanation` tells it."""
         return await self._call("explanation", request_id)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        request_id: str = "",
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        key_name: str = "",
-    ) -> AsyncGenerator[RequestOutput]:
-        """Outputs as they come. Leaving the iterator for any reason aborts the request."""
-        return generate(
-            self,
-            prompt,
-            sampling_params,
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            key_name=key_name,
-        )
 
     async def submit(
         self,
@@ -196,10 +155,10 @@ class RemoteLLM:
         """
         text, ids = await self.encode(prompt)
         connection, request_id = self._connection, request_id or uuid.uuid4().hex
-        if request_id in connection.sinks:
+        if request_id in self._sinks:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
         call_id, answer = connection.next_call()
-        connection.sinks[request_id] = sink
+        self._sinks[request_id] = sink
         try:
             connection.send(
                 Submit(
@@ -219,16 +178,8 @@ class RemoteLLM:
 
     def release(self, request_id: str, *, is_finished: bool) -> None:
         """Forget a request that was submitted; one that has not finished is aborted."""
-        if self._connection.sinks.pop(request_id, None) is not None:
+        if self._sinks.pop(request_id, None) is not None:
             self._connection.send(Release(request_id, is_finished))
-
-    async def abort(self, request_id: str) -> None:
-        """Stop a request; its iterator ends with EngineStopped."""
-        self.fail(request_id, EngineStopped(f"request {request_id} was aborted"))
-
-    def fail(self, request_id: str, error: Exception) -> None:
-        """Have a request's caller see `error`; one that is not here is no error."""
-        self._connection.sinks.fail(request_id, error)
 
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, done by the engine between two steps."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import CapacityError, GenerationFailed, RequestError
 from jaxpaged.generate.lines import CHAT, BadLine, Line, read_lines
 from jaxpaged.generate.output import OutputFile
 from jaxpaged.openai.answers import answer_body
-from jaxpaged.openai.engine import ServedEngine
 
 MAX_TRIES = 5  # of a line that met a full engine
 

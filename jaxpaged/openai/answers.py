@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import GenerationFailed, RequestError
 from jaxpaged.openai.chat import chat_job, read_chat
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.completions import completion_job, read_completion
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.streams import Numbered, merged
 

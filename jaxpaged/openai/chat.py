@@ -8,8 +8,8 @@ import msgspec
 from jaxpaged.config.settings import ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import CHAT, Envelope, Usage
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
 from jaxpaged.openai.params import chat_params, salt_of

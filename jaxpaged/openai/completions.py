@@ -6,8 +6,8 @@ import msgspec
 
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import COMPLETION, Envelope, Usage
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import CompletionLogprobs, TokenLabels, prompt_logprobs
 from jaxpaged.openai.params import completion_params, salt_of

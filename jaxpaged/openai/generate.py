@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import Envelope, Usage
 from jaxpaged.openai.completions import read_completion
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
 from jaxpaged.openai.params import completion_params, salt_of

@@ -6,8 +6,8 @@ from typing import Any, cast
 import msgspec
 
 from jaxpaged.core.params import check_ids
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError, UnsupportedParameter
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.schema import ChatRequest, ConversationFields
 
 MAX_PROMPTS = 2048  # prompts times n, in one request

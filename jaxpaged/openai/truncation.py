@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError
-from jaxpaged.openai.engine import ServedEngine
 from jaxpaged.openai.schema import SamplingFields
 
 AS_MANY_AS_FIT = -1

@@ -1,0 +1,171 @@
+"""An engine as the server and other callers in one event loop see it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from jaxpaged.config.settings import ModelSettings
+from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.core.request import Pin, Request
+from jaxpaged.engine.assembler import Assembler
+from jaxpaged.engine.inbox import EventSink, Inbox, Sinks
+from jaxpaged.engine.inputs import InputProcessor, Prompt
+from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.texts import PromptTexts
+from jaxpaged.errors import EngineStopped
+from jaxpaged.metrics import EngineLoad
+from jaxpaged.text.templates import ChatTemplate
+
+
+class ServedEngine(ABC):
+    """`AsyncLLM` in a thread or `RemoteLLM` in a process. All of it is used in one event loop."""
+
+    def __init__(self, inputs: InputProcessor, template: ChatTemplate | None, sinks: Sinks):
+        self.tokenizer = inputs.tokenizer
+        self._texts, self._sinks = PromptTexts(inputs, template), sinks
+
+    @property
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """The engine's state after its last step."""
+
+    @property
+    @abstractmethod
+    def vocab(self) -> int:
+        """Width of the logits: the bound of token ids."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def model_settings(self) -> ModelSettings: ...
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        settings = self.model_settings
+        return settings.served_model_name or (settings.model,)
+
+    @property
+    @abstractmethod
+    def is_running(self) -> bool: ...
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._sinks)
+
+    @property
+    @abstractmethod
+    def seconds_without_progress(self) -> float: ...
+
+    @abstractmethod
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+
+    @abstractmethod
+    async def explanation(self, request_id: str) -> dict[str, Any] | None:
+        """What became of a request: an open one, or one of the last that asked to be explained."""
+
+    @abstractmethod
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling fields that the model or the operator sets, by name."""
+
+    async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt; a long text is tokenised in a worker thread."""
+        return await self._texts.encode(prompt)
+
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> dict[str, Any]:
+        """A conversation through the chat template, rendered and tokenised in a worker thread."""
+        return await self._texts.chat_prompt(messages, **options)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str = "",
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        key_name: str = "",
+        pin: Pin | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Outputs as they come, in the form that `sampling_params.output_kind` asks for.
+
+        Leaving the iterator for any reason aborts the request.
+
+        Raises:
+            RequestError: it can never be served.
+            QueueFull: too much waits; try again.
+            EngineStopped: the engine is gone.
+        """
+        ends_only = sampling_params.output_kind is OutputKind.FINAL_ONLY
+        inbox = Inbox(sampling_params.n if ends_only else 0)
+        request, text = await self.submit(
+            prompt,
+            sampling_params,
+            request_id,
+            inbox,
+            priority=priority,
+            cache_salt=cache_salt,
+            key_name=key_name,
+            pin=pin,
+        )
+        assembler = Assembler(request, text, self.tokenizer)
+        try:
+            while not assembler.is_finished:
+                parts = [assembler.add(event) for event in await inbox.take()]
+                output = assembler.output(parts)
+                if output is not None:
+                    yield output
+        finally:
+            self.release(request.request_id, is_finished=assembler.is_finished)
+
+    @abstractmethod
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        sink: EventSink,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        key_name: str = "",
+        pin: Pin | None = None,
+    ) -> tuple[Request, str | None]:
+        """Queue a request whose events go straight to `sink`; returns it and the prompt's text.
+
+        The caller must `release` it, whatever happens. Raises what `generate` raises.
+        """
+
+    @abstractmethod
+    def release(self, request_id: str, *, is_finished: bool) -> None:
+        """Forget a request that was submitted; one that has not finished is aborted."""
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its iterator ends with EngineStopped."""
+        self.fail(request_id, EngineStopped(f"request {request_id} was aborted"))
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Have a request's caller see `error`; one that is not here is no error."""
+        self._sinks.fail(request_id, error)
+
+    @abstractmethod
+    async def control(self, method: str, *arguments: Any) -> Any:
+        """A method of `EngineControl`, done by the engine between two steps.
+
+        Raises:
+            RequestError: it cannot be done now.
+            EngineStopped: nobody is there to do it.
+        """
+
+    @abstractmethod
+    def give_up(self, reason: str) -> None:
+        """Fail all that is open, and write the engine's stacks to stderr."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine and free the device."""
