@@ -44,6 +44,7 @@ class AsyncLLM(ServedEngine):
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._arriving: dict[str, int] = {}  # prompt tokens by request, until the engine has them
+        self._asked: set[asyncio.Future[Any]] = set()  # controls that wait for their answer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
         self._closing = False
@@ -165,8 +166,12 @@ class AsyncLLM(ServedEngine):
         self._check_running()
         self._loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = self._loop.create_future()
+        self._asked.add(future)
         self._send(lambda: self._control.answer(method, arguments, future, self._tell))
-        return await future
+        try:
+            return await future
+        finally:
+            self._asked.discard(future)
 
     def give_up(self, reason: str) -> None:
         """Fail all that is open, and write the stacks of all threads to stderr."""
@@ -251,4 +256,8 @@ class AsyncLLM(ServedEngine):
             self._loop.call_soon_threadsafe(function)
 
     def _fail_all(self) -> None:
-        self._sinks.fail_all(EngineStopped(f"the engine has stopped: {self._error}"))
+        stopped = EngineStopped(f"the engine has stopped: {self._error}")
+        self._sinks.fail_all(stopped)
+        for future in self._asked:
+            if not future.done():
+                future.set_exception(stopped)

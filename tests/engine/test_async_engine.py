@@ -1,0 +1,35 @@
+"""Whoever asks an engine that is about to die gets an answer."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.engine.inbox import Inbox
+from jaxpaged.errors import EngineStopped
+from tests.support.fake_engine import fake_llm
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=2)
+
+
+async def test_what_was_asked_of_an_engine_that_dies_in_its_step_is_answered(tmp_path):
+    llm, engine = fake_llm(tmp_path)
+    go, in_step = threading.Event(), threading.Event()
+
+    def die(step):
+        in_step.set()
+        go.wait(20)
+        raise MemoryError("no more memory")
+
+    engine.before_step = die
+    await llm.submit("ABC", PARAMS, "first", Inbox(0))
+    await asyncio.to_thread(in_step.wait, 20)
+    asked = asyncio.create_task(llm.control("warm_prefixes"))
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(EngineStopped, match="no more memory"):
+        await asyncio.wait_for(asked, 10)
+    with pytest.raises(EngineStopped, match="no more memory"):
+        await asyncio.wait_for(llm.control("warm_prefixes"), 10)
+    llm.close()
