@@ -21,10 +21,8 @@ import time
 from pathlib import Path
 
 from benchmarks.host_loop import MAX_LEN, InstantDevice, make_llm
-from jaxpaged.config.architecture import LayerKind, ModelConfig, RopeConfig
 from jaxpaged.config.settings import EngineConfig, ModelSettings, SchedulerSettings
 from jaxpaged.engine.async_engine import AsyncLLM
-from jaxpaged.engine.factory import EngineParts
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.remote import RemoteLLM
 from jaxpaged.engine.served import ServedEngine
@@ -33,6 +31,7 @@ from jaxpaged.engine.worker import main as worker_main
 from jaxpaged.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.listener import Listener
+from tests.support.fake_engine import parts_without_device
 from tests.support.models import VOCAB, write_model
 
 
@@ -74,21 +73,8 @@ def make_engine(start: Start) -> AsyncLLM:
     runner.close = lambda: None
     if step_s:
         _slow_down(runner, step_s)
-    model = ModelConfig(
-        family="none",
-        vocab=VOCAB,
-        embed=8,
-        ffn=8,
-        heads=1,
-        kv_heads=1,
-        head_dim=8,
-        layer_kinds=(LayerKind(None, RopeConfig(1e4)),),
-        max_len=MAX_LEN,
-        norm_eps=1e-6,
-    )
     inputs = InputProcessor(tokenizer, VOCAB, MAX_LEN, 0, ())
-    parts = EngineParts(llm.parts.engine, inputs, tokenizer, None, model, settings, {}, {})
-    return AsyncLLM(parts)
+    return AsyncLLM(parts_without_device(llm.parts.engine, inputs, settings))
 
 
 def _slow_down(runner: InstantDevice, step_s: float) -> None:
@@ -128,7 +114,8 @@ async def measure(folder: Path, args: argparse.Namespace) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=client_process, args=(theirs, port, args.streams, args.tokens))
     process.start()
-    while not llm.load.num_running:
+    theirs.close()
+    while not (llm.load.num_running or ours.poll()):
         await asyncio.sleep(0.001)
     engine_pid = os.getpid() if args.thread else llm._process.pid
     profile = cProfile.Profile()
@@ -139,6 +126,9 @@ async def measure(folder: Path, args: argparse.Namespace) -> None:
     loop_cpu, engine_cpu = time.thread_time() - loop_cpu, cpu_seconds(engine_pid) - engine_cpu
     profile.disable()
     await asyncio.to_thread(process.join)
+    process.close()
+    ours.close()
+    listener.stop()
     await listener.close()
     await asyncio.to_thread(llm.close)
     engine_cpu -= loop_cpu if args.thread else 0

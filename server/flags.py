@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any, cast
 
-from jaxpaged.config.flags import ArgumentParser, add_engine_flags, whole_number
+from jaxpaged.config.flags import ArgumentParser, add_engine_flags, json_object, whole_number
 from server.state import ServerLimits
 
 _LIMITS = ServerLimits()
@@ -148,7 +148,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--default-chat-template-kwargs",
-        type=_json_object,
+        type=json_object,
         default={},
         metavar="JSON",
         help="values for the chat template where a request gives none",
@@ -169,12 +169,5 @@ def _share(text: str) -> float:
     return share
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    value: Any = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return cast("dict[str, Any]", value)
-
-
-_names.__name__, _json_object.__name__ = "list of names", "JSON object"
+_names.__name__ = "list of names"
 _share.__name__ = "number from 0 to 1"

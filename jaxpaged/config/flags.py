@@ -108,7 +108,7 @@ def _argument(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if get_origin(hint) is dict:
-        return {"type": _json_object, "metavar": "JSON"}
+        return {"type": json_object, "metavar": "JSON"}
     if get_origin(hint) is tuple:
         element = get_args(hint)[0]
         return {"type": _several(whole_number if element is int else str), "metavar": "A,B,..."}
@@ -122,14 +122,15 @@ def _several(element: Callable[[str], Any]) -> Callable[[str], Sequence[Any]]:
     return comma_separated
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """A flag's value that is an object in JSON."""
     value: Any = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return cast("dict[str, Any]", value)
 
 
-_json_object.__name__ = "JSON object"
+json_object.__name__ = "JSON object"
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

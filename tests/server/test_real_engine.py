@@ -29,6 +29,7 @@ from server.listener import Listener
 from tests.server.conftest import CHAT, Running
 from tests.server.test_tools import streamed
 from tests.support.models import BOS, byte_ids, write_model
+from tests.support.schemas import ODD_WORDS, SCHEMA_WITH_REFERENCE
 
 MELT = "\U0001fae0"
 FIELDS = ("structured_outputs", "max_tokens")
@@ -330,16 +331,8 @@ async def test_langchain_gets_structured_answers(serve, method):
 
 async def test_the_official_client_gets_json_of_its_schema(serve):
     server = await serve("R")
-    words = ["naïve", "数据", 'a"b']
-    schema = {
-        "$defs": {"w": {"enum": words}},
-        "type": "object",
-        "properties": {"w": {"$ref": "#/$defs/w"}},
-        "required": ["w"],
-        "additionalProperties": False,
-    }
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA_WITH_REFERENCE}}
     messages = [{"role": "user", "content": "ABC"}]
     async with client:
         chats = await asyncio.gather(
@@ -351,7 +344,7 @@ async def test_the_official_client_gets_json_of_its_schema(serve):
             ]
         )
         answers = [json.loads(chat.choices[0].message.content)["w"] for chat in chats]
-        assert set(answers) <= set(words)
+        assert set(answers) <= set(ODD_WORDS)
         assert {chat.choices[0].finish_reason for chat in chats} == {"stop"}
         stream = await client.chat.completions.create(
             model="R", messages=messages, response_format={"type": "json_object"}, seed=1,

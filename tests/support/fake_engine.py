@@ -8,7 +8,7 @@ With a `script` every answer is that text.
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +57,11 @@ class FakeEngine:
     last_request: Request | None = None
     scheduler: Any = field(
         default_factory=lambda: SimpleNamespace(
-            num_waiting_tokens=0, num_waiting=0, reset_prefix_cache=lambda: None
+            num_waiting_tokens=0,
+            num_waiting=0,
+            reset_prefix_cache=lambda: None,
+            pinned=(),
+            drop_prefix=lambda prefix_id: False,
         )
     )
     runner: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
@@ -188,6 +192,33 @@ class FakeEngine:
         self.metrics.step_ended(num_new, load)
 
 
+def parts_without_device(engine: Any, inputs: InputProcessor, config: EngineConfig) -> EngineParts:
+    """What AsyncLLM needs round an engine that computes nothing, and a plan for no device."""
+    model = ModelConfig(
+        family="successor",
+        vocab=inputs.vocab,
+        embed=8,
+        ffn=8,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        layer_kinds=(LayerKind(None, RopeConfig(1e4)),),
+        max_len=inputs.max_len,
+        norm_eps=1e-6,
+    )
+    return EngineParts(
+        engine=engine,
+        inputs=inputs,
+        tokenizer=inputs.tokenizer,
+        template=None,
+        model=model,
+        config=config,
+        default_sampling={},
+        phases_s={},
+        plan=plan_memory(config, model, 0, np.dtype(np.float32), DeviceMemory("CPU", 2**30, True)),
+    )
+
+
 def _with_stop(event: TokenEvent, stopped_by: int | str) -> TokenEvent:
     return event._replace(stop_reason=stopped_by)
 
@@ -218,27 +249,11 @@ def fake_llm(
             max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens
         ),
     )
-    model = ModelConfig(
-        family="successor",
-        vocab=VOCAB,
-        embed=8,
-        ffn=8,
-        heads=1,
-        kv_heads=1,
-        head_dim=8,
-        layer_kinds=(LayerKind(None, RopeConfig(1e4)),),
-        max_len=max_len,
-        norm_eps=1e-6,
-    )
-    parts = EngineParts(
-        engine=engine,
-        inputs=InputProcessor(tokenizer, VOCAB, max_len, 0, ()),
-        tokenizer=tokenizer,
+    inputs = InputProcessor(tokenizer, VOCAB, max_len, 0, ())
+    parts = parts_without_device(engine, inputs, config)
+    parts = replace(
+        parts,
         template=None if template is None else ChatTemplate(template, tokenizer.special_tokens),
-        model=model,
-        config=config,
         default_sampling=default_sampling or {},
-        phases_s={},
-        plan=plan_memory(config, model, 0, np.dtype(np.float32), DeviceMemory("CPU", 2**30, True)),
     )
     return AsyncLLM(parts), engine

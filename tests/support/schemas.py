@@ -9,6 +9,15 @@ import jsonschema
 
 WORDS = ("a", "id", "name", "größe", 'q"t', "x y", "Kind", "back\\slash", "数据", "n0")
 
+ODD_WORDS = ("naïve", "数据", 'a"b')
+SCHEMA_WITH_REFERENCE = {  # its words need escapes, behind a reference
+    "$defs": {"w": {"enum": list(ODD_WORDS)}},
+    "type": "object",
+    "properties": {"w": {"$ref": "#/$defs/w"}},
+    "required": ["w"],
+    "additionalProperties": False,
+}
+
 
 def random_schema(rng: random.Random, depth: int = 3) -> Any:
     """A schema without references, `depth` brackets deep at most."""

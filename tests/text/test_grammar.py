@@ -12,7 +12,7 @@ from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
 from tests.support.models import EOS, VOCAB
-from tests.support.schemas import check_json, random_schema
+from tests.support.schemas import ODD_WORDS, SCHEMA_WITH_REFERENCE, check_json, random_schema
 
 WORDS = -(-VOCAB // 32)
 PLENTY = 1 << 29
@@ -149,20 +149,12 @@ def test_larks_and_ebnf_are_followed(grammars):
 
 
 def test_escapes_behind_a_reference_stay_whole(grammars):
-    words = ["naïve", "数据", 'a"b']
-    schema = {
-        "$defs": {"w": {"enum": words}},
-        "type": "object",
-        "properties": {"w": {"$ref": "#/$defs/w"}},
-        "required": ["w"],
-        "additionalProperties": False,
-    }
-    grammar = grammars.compile(Params(json=schema))
+    grammar = grammars.compile(Params(json=SCHEMA_WITH_REFERENCE))
     seen = {
         json.loads(answer(grammars, grammar, 40, np.random.default_rng(seed)) or b"")["w"]
         for seed in range(20)
     }
-    assert seen == set(words)
+    assert seen == set(ODD_WORDS)
 
 
 def test_white_space_is_bounded(grammars):

@@ -129,6 +129,31 @@ def attempt(reader: TextReader, calls: Calls, reading: Steps[None], opening: str
     return True
 
 
+def read_list(
+    reader: TextReader, calls: Calls, item: Callable[[TextReader, Calls], Steps[None]]
+) -> Steps[None]:
+    """`[item, item, ...]`, each a call; what comes where one should and is none is content."""
+    opening = "["
+    reader.mark()
+    while (yield from attempt(reader, calls, _after(reader, calls, opening, item), "")):
+        reader.mark()
+        opening = ","
+    if calls.num_ended:
+        yield from reader.skip()
+        yield from reader.take_if("]")
+    yield from reader.until((), calls.content)
+
+
+def _after(
+    reader: TextReader,
+    calls: Calls,
+    opening: str,
+    item: Callable[[TextReader, Calls], Steps[None]],
+) -> Steps[None]:
+    yield from reader.expect(opening)
+    yield from item(reader, calls)
+
+
 def json_call(reader: TextReader, calls: Calls, *, known_only: bool = False) -> Steps[None]:
     """An object with a name and arguments (or parameters), in any order.
 

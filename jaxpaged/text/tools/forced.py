@@ -1,25 +1,12 @@
 """Answers that a grammar holds to calls: tool_choice required, or one tool by name."""
 
 from jaxpaged.text.text_reader import Steps, TextReader
-from jaxpaged.text.tools.calls import Calls, attempt, json_arguments, json_call
+from jaxpaged.text.tools.calls import Calls, attempt, json_arguments, json_call, read_list
 
 
 def read_required(reader: TextReader, calls: Calls) -> Steps[None]:
     """A JSON list of `{"name": ..., "parameters": {...}}`."""
-    opening = "["
-    reader.mark()
-    while (yield from attempt(reader, calls, _item(reader, calls, opening), "")):
-        reader.mark()
-        opening = ","
-    if calls.num_ended:
-        yield from reader.skip()
-        yield from reader.take_if("]")
-    yield from reader.until((), calls.content)
-
-
-def _item(reader: TextReader, calls: Calls, opening: str) -> Steps[None]:
-    yield from reader.expect(opening)
-    yield from json_call(reader, calls)
+    yield from read_list(reader, calls, json_call)
 
 
 def read_named(name: str):

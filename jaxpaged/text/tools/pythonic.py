@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from jaxpaged.text.text_reader import Malformed, Steps, TextReader
-from jaxpaged.text.tools.calls import Calls, attempt
+from jaxpaged.text.tools.calls import Calls, read_list
 
 MAX_DEPTH = 64
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -26,19 +26,10 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 def read_pythonic(reader: TextReader, calls: Calls) -> Steps[None]:
     """A list of calls, or content. Brackets are weak evidence: the name must be a tool's."""
-    opening = "["
-    reader.mark()
-    while (yield from attempt(reader, calls, _call(reader, calls, opening), "")):
-        reader.mark()
-        opening = ","
-    if calls.num_ended:
-        yield from reader.skip()
-        yield from reader.take_if("]")
-    yield from reader.until((), calls.content)
+    yield from read_list(reader, calls, _call)
 
 
-def _call(reader: TextReader, calls: Calls, opening: str) -> Steps[None]:
-    yield from reader.expect(opening)
+def _call(reader: TextReader, calls: Calls) -> Steps[None]:
     yield from reader.skip()
     name = yield from _text_to(reader, "(")
     if name not in calls.tools:
