@@ -6,12 +6,13 @@ goes into a new object by `dataclasses.replace`. None means: not set, the model 
 
 # pyright: reportUnnecessaryIsInstance=false
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxpaged.config.speculation import Speculation, speculation_from
 from jaxpaged.errors import ConfigError
 
+MOST_DEVICES = 64
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -180,16 +181,18 @@ class ParallelSettings:
     """How the model is spread over devices."""
 
     tensor_parallel_size: int = setting(1, "devices that share each layer", aliases=("-tp",))
-    pipeline_parallel_size: int = setting(1, "devices for the layers in order", aliases=("-pp",))
+    pipeline_parallel_size: int = setting(
+        1, "groups of devices that take the layers in order", aliases=("-pp",)
+    )
     data_parallel_size: int = setting(1, "replicas of the whole", aliases=("-dp",))
 
     def __post_init__(self):
-        for f in fields(self):
-            size = getattr(self, f.name)
-            if size != 1:
-                raise ConfigError(
-                    f"{f.name} is {size}: this version runs on one device, allowed is 1"
-                )
+        _check("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_DEVICES)
+        _check("pipeline_parallel_size", self.pipeline_parallel_size, 1, MOST_DEVICES)
+        if self.data_parallel_size != 1:
+            raise ConfigError(
+                f"data_parallel_size is {self.data_parallel_size}: allowed in this version is 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from jaxpaged.engine.programs import Programs, ProgramSource
 from jaxpaged.engine.runner import Runner
 from jaxpaged.engine.swapping import swap_limits
 from jaxpaged.engine.texts import template_for, tokenizer_for
+from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.metrics import EngineMetrics
@@ -84,6 +85,8 @@ def build_engine(
     Raises:
         ConfigError, WeightsError: nothing was started; the text says what to change.
     """
+    if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size != 1:
+        raise ConfigError("this version runs on one device: leave out --tensor-parallel-size")
     phases: dict[str, float] = {}
     limit_device_memory(config.cache.gpu_memory_utilization)
     with _timed(phases, "device"):

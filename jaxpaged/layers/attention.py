@@ -78,14 +78,18 @@ class Attention(nnx.Module):
         c = config
         self.group, self.head_dim = c.heads // c.kv_heads, c.head_dim
         blocks = (c.kv_heads, self.group + 2, c.head_dim)
-        self.qkv = weight(rngs, *blocks, c.embed, dtype=dtype)
-        self.out = weight(rngs, c.embed, c.heads * c.head_dim, dtype=dtype)
-        self.qkv_bias = zeros(*blocks, dtype=dtype) if c.qkv_bias else None
-        self.out_bias = zeros(c.embed, dtype=dtype) if c.output_bias else None
-        self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else None
+        axes = ("kv_heads", "blocks", "head_dim", "embed")
+        self.qkv = weight(rngs, *blocks, c.embed, axes=axes, dtype=dtype)
+        width = c.heads * c.head_dim
+        self.out = weight(rngs, c.embed, width, axes=("embed", "heads"), dtype=dtype)
+        self.qkv_bias = zeros(*blocks, axes=axes[:3], dtype=dtype) if c.qkv_bias else None
+        self.out_bias = zeros(c.embed, axes=("embed",), dtype=dtype) if c.output_bias else None
+        self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps, axis="head_dim") if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps, axis="head_dim") if c.qk_norm else None
         self.norm_eps = c.norm_eps
-        self.sinks = zeros(c.heads, dtype=jnp.float32) if c.attention_sinks else None
+        self.sinks = (
+            zeros(c.heads, axes=("heads",), dtype=jnp.float32) if c.attention_sinks else None
+        )
         self.spec = AttentionSpec(c.scale, window=kind.window, soft_cap=c.attention_soft_cap)
         self.attend = attend
 

@@ -16,7 +16,7 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, scale: float, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.table = weight(rngs, config.vocab, config.embed, dtype=dtype)
+        self.table = weight(rngs, config.vocab, config.embed, axes=("vocab", "embed"), dtype=dtype)
         self.scale = scale
 
     def __call__(self, token_ids: Int32[Array, " tokens"]) -> Float[Array, "tokens embed"]:

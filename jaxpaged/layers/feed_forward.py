@@ -17,10 +17,11 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         c = config
-        self.gate_up = weight(rngs, 2, c.ffn, c.embed, dtype=dtype)
-        self.down = weight(rngs, c.embed, c.ffn, dtype=dtype)
-        self.gate_up_bias = zeros(2, c.ffn, dtype=dtype) if c.mlp_bias else None
-        self.down_bias = zeros(c.embed, dtype=dtype) if c.mlp_bias else None
+        axes = ("gate_up", "ffn", "embed")
+        self.gate_up = weight(rngs, 2, c.ffn, c.embed, axes=axes, dtype=dtype)
+        self.down = weight(rngs, c.embed, c.ffn, axes=("embed", "ffn"), dtype=dtype)
+        self.gate_up_bias = zeros(2, c.ffn, axes=axes[:2], dtype=dtype) if c.mlp_bias else None
+        self.down_bias = zeros(c.embed, axes=("embed",), dtype=dtype) if c.mlp_bias else None
         self.activation: Activation = c.activation
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:

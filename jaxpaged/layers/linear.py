@@ -12,15 +12,19 @@ from jaxtyping import Array, Float
 FEW_ROWS = 16
 
 
-def weight(rngs: nnx.Rngs, *shape: int, dtype: DTypeLike) -> nnx.Param:
-    """Make a weight whose last axis is contracted, scaled so that outputs keep their variance."""
+def weight(rngs: nnx.Rngs, *shape: int, axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param:
+    """Make a weight whose last axis is contracted, scaled so that outputs keep their variance.
+
+    `axes` says what each axis means, in words of `sharding.MESH_AXES`.
+    """
     scale = math.sqrt(3 / shape[-1])
-    return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -scale, scale))
+    value = jax.random.uniform(rngs.params(), shape, dtype, -scale, scale)
+    return nnx.Param(value, axes=axes)
 
 
-def zeros(*shape: int, dtype: DTypeLike) -> nnx.Param:
+def zeros(*shape: int, axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param:
     """Make a bias."""
-    return nnx.Param(jnp.zeros(shape, dtype))
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
 
 def linear(

@@ -15,8 +15,8 @@ class RMSNorm(nnx.Module):
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
     """
 
-    def __init__(self, size: int, *, eps: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+    def __init__(self, size: int, *, eps: float, axis: str = "embed"):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=(axis,))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:

@@ -21,6 +21,7 @@ from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.family import AXES, Place, weight_names
 from jaxpaged.models.registry import find_family, model_config
+from jaxpaged.sharding import Placement, abstract_params
 from jaxpaged.weights.dummy import Destination, random_params
 from jaxpaged.weights.gguf import GgufSource
 from jaxpaged.weights.resolve import LoadFormat, find_checkpoint, read_config
@@ -130,12 +131,18 @@ def load_model(
 
 
 def abstract_model(
-    config: ModelConfig, attend: AttentionOp, dtype: DTypeLike
+    config: ModelConfig,
+    attend: AttentionOp,
+    dtype: DTypeLike,
+    placement: Placement | None = None,
 ) -> tuple[nnx.GraphDef, Params]:
-    """The decoder's structure, and its weights as shapes: nothing is allocated."""
+    """The decoder's structure, and its weights as shapes with their shardings: nothing is there.
+
+    With a placement `config` is the one of `sharding.laid_out`.
+    """
     model = nnx.eval_shape(lambda: Decoder(config, attend, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(state)
+    return graphdef, abstract_params(state, config.num_layers, placement)
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
