@@ -5,10 +5,10 @@ A weight names what its axes mean (`axes=("embed", "ffn")`, kept with the `nnx.P
 their scales, adapters, experts, is placed by naming its axes. An axis in groups or packed keeps its
 name; what is not split is on every device.
 
-A model runs on a `Placement`: pipeline stages in order, each a mesh with the one axis `TENSOR`. None
-stands for one default device, whose programs know no mesh. Each program is one `jax.shard_map` over
-all that a stage does, so that traced code sees a device's share of every array, and collectives
-are those written: `sum_shards` and its like, which do nothing where no mesh is.
+A model runs on a `Placement`: pipeline stages in order, each a mesh with the one axis `TENSOR`.
+None stands for one default device, whose programs know no mesh. Each program is one `jax.shard_map`
+over all that a stage does, so that traced code sees a device's share of every array, and the
+collectives are those written: `sum_shards` and its like, which do nothing where no mesh is.
 
 KV heads that are fewer than the devices are repeated: `laid_out` is the model as its weights are
 stored then, with `kv_heads` equal to the number of devices. Axis 0 of `qkv` and of `qkv_bias` is
@@ -62,7 +62,7 @@ class Placement:
         return self.stages[0].size
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Any]:
         return [device for mesh in self.stages for device in mesh.devices.flat]
 
     def layers_of(self, stage: int, num_layers: int) -> range:
@@ -85,7 +85,7 @@ class Placement:
 
 
 def make_placement(
-    parallel: ParallelSettings, devices: Sequence[jax.Device] | None = None
+    parallel: ParallelSettings, devices: Sequence[Any] | None = None
 ) -> Placement | None:
     """The meshes that the settings ask for, of the first of `devices` (default: all of JAX's).
 
