@@ -26,7 +26,7 @@ serve: .venv/ready
 	$(PYTHON) -m server "$(MODEL)" --served-model-name smollm2
 
 test: .venv/ready-dev
-	$(PYTHON) -m pytest -q -m "not gpu and not multi_gpu and not slow"
+	$(PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist loadfile -m "not gpu and not multi_gpu and not slow"
 
 test-slow: .venv/ready-dev
 	$(PYTHON) -m pytest -q -m slow
