@@ -1,4 +1,4 @@
-"""Random weights made on the device, for measuring speed without a checkpoint."""
+"""Random weights made on the devices, for measuring speed without a checkpoint."""
 
 import math
 import zlib
@@ -11,9 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, UInt32
 
 from jaxpaged.arrays import Params
-
-type Destination = jax.sharding.Sharding | Any
-"""A device, a sharding, or None for the default device."""
+from jaxpaged.weights.placing import Destination
 
 
 def random_params(abstract: Params, seed: int, device: Destination) -> Params:
@@ -28,7 +26,12 @@ def random_params(abstract: Params, seed: int, device: Destination) -> Params:
         word = jnp.uint32(zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF))
         middle = 1.0 if name.endswith("['scale']") else 0.0
         width = 0.1 if len(shape.shape) == 1 else math.sqrt(3 / shape.shape[-1])
-        return jax.device_put(_uniform(word, shape.shape, shape.dtype, middle, width), device)
+        sizes = (shape.shape, shape.dtype, middle, width)
+        if shape.sharding is not None:  # each device makes its own part
+            return jax.jit(_uniform, static_argnums=(1, 2, 3, 4), out_shardings=shape.sharding)(
+                word, *sizes
+            )
+        return jax.device_put(_uniform(word, *sizes), device)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract)
 

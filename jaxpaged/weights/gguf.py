@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jaxpaged.config.architecture import RopeConfig
 from jaxpaged.errors import ConfigError, WeightsError
 from jaxpaged.layers.rope import frequencies
+from jaxpaged.weights.file_bytes import FileBytes
 from jaxpaged.weights.gguf_header import GgufHeader, read_header
 from jaxpaged.weights.source import TensorInfo, clip
 
@@ -88,7 +89,7 @@ class GgufSource:
         self.tensors: dict[str, TensorInfo] = {
             theirs: header.tensors[ours] for theirs, ours in self._names.items()
         }
-        self._mapped = np.memmap(path, np.uint8, "r")
+        self._file = FileBytes(path)
         self._permuted_heads: dict[str, int] = {}
         self.hf_config = _hf_config(name, header, self)
         self._permuted_heads = _permuted_heads(name, self.hf_config)
@@ -97,7 +98,16 @@ class GgufSource:
         heads = self._permuted_heads.get(name.split(".")[-2])
         if heads is None:
             return self._rows(name, start, stop)
-        return _unpermute(self._rows(name, 0, self.tensors[name].shape[0]), heads)[start:stop]
+        num_rows = self.tensors[name].shape[0]
+        if num_rows % (2 * heads):
+            return self._rows(name, start, stop)  # misshapen: the loader says so
+        size = num_rows // heads  # the rows of whole heads, in which the pairs are
+        first, last = start // size, -(-stop // size)
+        rows = _unpermute(self._rows(name, first * size, last * size), last - first)
+        return rows[start - first * size : stop - first * size]
+
+    def read_into(self, name: str, start: int, out: NDArray[Any]) -> bool:
+        return False
 
     def _rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         info = self.tensors[name]
@@ -106,7 +116,7 @@ class GgufSource:
             ours = self._names[name]
             raise WeightsError(clip(f"{self.label}: {ours} is {info.dtype}, read are {kinds}"))
         row_bytes = (info.stop - info.start) // info.shape[0]
-        data = self._mapped[info.start + start * row_bytes : info.start + stop * row_bytes]
+        data = self._file.read(info.start + start * row_bytes, info.start + stop * row_bytes)
         shape = (stop - start, *info.shape[1:])
         if info.dtype in PLAIN:
             return data.view(PLAIN[info.dtype]).reshape(shape)
@@ -137,8 +147,6 @@ def _permuted_heads(arch: str, hf_config: Mapping[str, Any]) -> dict[str, int]:
 
 def _unpermute(rows: NDArray[Any], heads: int) -> NDArray[Any]:
     # the file holds each head's rows as pairs (i, i + half); we rotate halves
-    if rows.shape[0] % (2 * heads):
-        return rows  # misshapen: the loader says so
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -1,18 +1,12 @@
 """Reads a checkpoint into the decoder's weights, or says in one line why it does not fit."""
 
-import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from numpy.typing import NDArray
 
 from jaxpaged.arrays import Params
 from jaxpaged.config.architecture import ModelConfig
@@ -21,18 +15,16 @@ from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.family import AXES, Place, weight_names
 from jaxpaged.models.registry import find_family, model_config
-from jaxpaged.sharding import Placement, abstract_params
-from jaxpaged.weights.dummy import Destination, random_params
+from jaxpaged.sharding import Placement, abstract_params, laid_out
+from jaxpaged.weights.dummy import random_params
 from jaxpaged.weights.gguf import GgufSource
+from jaxpaged.weights.pieces import CheckpointReader
+from jaxpaged.weights.placing import Destination, place_params
 from jaxpaged.weights.resolve import LoadFormat, find_checkpoint, read_config
 from jaxpaged.weights.safetensors import SafetensorsSource
-from jaxpaged.weights.source import TensorSource, clip, first_of, shape_text
+from jaxpaged.weights.source import TensorSource, first_of, shape_text
 
 IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias", ".position_ids", "rope_freqs.weight")
-CHUNK_ELEMENTS = (
-    2**24
-)  # read at a time, so that a large dequantised tensor is never whole in memory
-MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model of which only the configuration was read; `params` are shapes."""
+    """A model of which only the configuration was read; `params` are shapes with their places."""
 
     config: ModelConfig
     graphdef: nnx.GraphDef
@@ -59,7 +51,9 @@ class ModelFiles:
     is_dummy: bool
 
     def load(self, seed: int = 0, device: Destination = None) -> LoadedModel:
-        """Read the weights onto the device, or make random ones from `seed`.
+        """Read the weights, or make random ones from `seed`, each onto the sharding that it names.
+
+        Those that name none go to `device`.
 
         Raises:
             WeightsError: the weights are damaged or do not fit the configuration.
@@ -71,7 +65,8 @@ class ModelFiles:
             source = self.gguf or SafetensorsSource(self.path)
             places = weight_names(find_family(self.hf_config, self.path.name), config)
             check_fit(source, places, config)
-            params = _read_params(source, places, self.params, config, device)
+            reader = CheckpointReader(source, places, config.norm_plus_one)
+            params = place_params(self.params, reader, device)
         return LoadedModel(config, self.graphdef, params, self.hf_config, self.path)
 
 
@@ -83,6 +78,7 @@ def open_model(
     hf_overrides: Mapping[str, Any] | None = None,
     revision: str | None = None,
     attend: AttentionOp = paged_attention,
+    placement: Placement | None = None,
 ) -> ModelFiles:
     """Find a folder, a GGUF file or a model of the hub, and read what it is, no weights.
 
@@ -90,9 +86,10 @@ def open_model(
         dtype: of weights and activations; norms stay float32.
         load_format: `dummy` makes random weights of the configuration's shape.
         hf_overrides: put over the checkpoint's configuration, nested mappings entry by entry.
+        placement: the devices that the weights are meant for, None for one.
 
     Raises:
-        ConfigError: the configuration cannot be served.
+        ConfigError: the configuration cannot be served, or not on these devices.
         WeightsError: the weights are in no format that is read.
     """
     checkpoint = find_checkpoint(path_or_id, load_format, revision)
@@ -102,7 +99,8 @@ def open_model(
     config = model_config(hf_config, checkpoint.path.name)
     if gguf is not None:
         config = replace(config, norm_plus_one=False)
-    graphdef, abstract = abstract_model(config, attend, dtype)
+    stored = config if placement is None else laid_out(config, placement.num_shards)
+    graphdef, abstract = abstract_model(stored, attend, dtype, placement)
     is_dummy = load_format == "dummy"
     return ModelFiles(config, graphdef, abstract, hf_config, checkpoint.path, gguf, is_dummy)
 
@@ -183,72 +181,3 @@ def _misshapen(name: str, found: tuple[int, ...], place: Place, config: ModelCon
     wrong = [axis for axis, want, got in pairs if want != got] or list(place.axes)
     fields = ", ".join(AXES[axis][1] for axis in dict.fromkeys(wrong))
     return f"{name} is {shape_text(found)}, expected {shape_text(expected)} (from {fields})"
-
-
-def _read_params(
-    source: TensorSource,
-    places: Mapping[str, Place],
-    abstract: Params,
-    config: ModelConfig,
-    device: Destination,
-) -> Params:
-    """Fill one weight after another on the host and send it off, a few at a time."""
-    pieces: dict[str, list[tuple[str, Place]]] = defaultdict(list)
-    for name, place in places.items():
-        pieces[place.path].append((name, place))
-
-    def load(path: str) -> tuple[str, jax.Array]:
-        shape = _leaf(abstract, path)
-        target = np.empty(shape.shape, shape.dtype)
-        added = 1.0 if config.norm_plus_one and path.endswith(".scale") else 0.0
-        for name, place in pieces[path]:
-            _fill(_part(target, place), source, name, added)
-        return path, jax.device_put(target, device)
-
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        return _nested(threads.map(load, pieces))
-
-
-def _part(target: NDArray[Any], place: Place) -> NDArray[Any]:
-    """The view of a fused weight that a checkpoint's tensor fills."""
-    if place.part == "whole":
-        return target
-    if place.part in ("gate", "up"):
-        return target[0 if place.part == "gate" else 1]
-    group = target.shape[1] - 2
-    return target[:, {"q": slice(0, group), "k": group, "v": group + 1}[place.part]]
-
-
-def _fill(view: NDArray[Any], source: TensorSource, name: str, added: float) -> None:
-    num_rows, *rest = source.tensors[name].shape
-    is_split = view.shape != source.tensors[name].shape
-    step = num_rows if is_split else max(1, CHUNK_ELEMENTS // max(1, int(np.prod(rest))))
-    for start in range(0, num_rows, step):
-        rows = source.read(name, start, min(start + step, num_rows))
-        if added:
-            rows = rows.astype(np.float32) + np.float32(added)
-        place = view if is_split else view[start : start + step]
-        with np.errstate(over="raise"):
-            try:
-                place[...] = rows.reshape(place.shape)
-            except FloatingPointError as error:
-                problem = f"{name} has values over {view.dtype}: take bfloat16 or float32"
-                raise WeightsError(clip(f"{source.label}: {problem}")) from error
-
-
-def _leaf(params: Params, path: str) -> jax.ShapeDtypeStruct:
-    node: Any = params
-    for key in path.split("."):
-        node = node[int(key) if key.isdigit() else key]
-    return node
-
-
-def _nested(leaves: Iterable[tuple[str, jax.Array]]) -> Params:
-    params: Params = {}
-    for path, leaf in leaves:
-        *keys, last = (int(key) if key.isdigit() else key for key in path.split("."))
-        node: Any = params
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return params

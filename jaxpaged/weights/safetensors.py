@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxpaged.errors import WeightsError
+from jaxpaged.weights.file_bytes import FileBytes, aligned
 from jaxpaged.weights.source import TensorInfo, clip
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,12 +29,12 @@ READABLE = {
 
 
 class SafetensorsSource:
-    """All tensors of a folder's safetensors files, mapped and read lazily."""
+    """All tensors of a folder's safetensors files, read when asked for."""
 
     def __init__(self, folder: Path):
         self.label = folder.name
         self.tensors: dict[str, TensorInfo] = {}
-        self._files: dict[str, NDArray[np.uint8]] = {}
+        self._files: dict[str, FileBytes] = {}
         if (folder / SINGLE).is_file():
             self._add(folder / SINGLE)
             return
@@ -45,21 +46,33 @@ class SafetensorsSource:
                 raise WeightsError(clip(f"{INDEX} places {name} in {file}, which does not hold it"))
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        info = self.tensors[name]
-        if info.dtype not in READABLE:
-            raise WeightsError(
-                clip(f"{self.label}: {name} is {info.dtype}, read are {', '.join(READABLE)}")
-            )
-        data = self._files[name][info.start : info.stop].view(READABLE[info.dtype])
-        return data.reshape(info.shape)[start:stop]
+        shape, dtype = self.tensors[name].shape, self._dtype(name)
+        out = aligned(math.prod(shape[1:]) * (stop - start) * dtype.itemsize).view(dtype)
+        self.read_into(name, start, out)
+        return out.reshape(stop - start, *shape[1:])
+
+    def read_into(self, name: str, start: int, out: NDArray[Any]) -> bool:
+        info, dtype = self.tensors[name], self._dtype(name)
+        if out.dtype != dtype:
+            return False
+        row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
+        self._files[name].read_into(out, info.start + start * row_bytes)
+        return True
+
+    def _dtype(self, name: str) -> np.dtype:
+        dtype = self.tensors[name].dtype
+        if dtype not in READABLE:
+            known = ", ".join(READABLE)
+            raise WeightsError(clip(f"{self.label}: {name} is {dtype}, read are {known}"))
+        return READABLE[dtype]
 
     def _add(self, path: Path) -> None:
         infos = read_header(path)
-        mapped = np.memmap(path, np.uint8, "r")
+        file = FileBytes(path)
         for name, info in infos.items():
             if name in self.tensors:
                 raise WeightsError(clip(f"{path.name}: {name} stands in another file too"))
-            self.tensors[name], self._files[name] = info, mapped
+            self.tensors[name], self._files[name] = info, file
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

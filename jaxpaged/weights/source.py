@@ -28,7 +28,11 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows `start : stop` of the first axis, floating point, maybe a view into the file."""
+        """Rows `start : stop` of the first axis, floating point."""
+        ...
+
+    def read_into(self, name: str, start: int, out: NDArray[Any]) -> bool:
+        """Fill contiguous `out` with whole rows from `start`, if the file has them in its type."""
         ...
 
 

@@ -132,3 +132,11 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     write_shards(tmp_path)
     save_file({"a": np.float32([1]), "b": np.float32([2])}, tmp_path / "two.safetensors")
     assert "a stands in another file" in refusal(WeightsError, lambda: SafetensorsSource(tmp_path))
+
+
+def test_a_file_cut_off_after_its_header_was_read_is_one_line(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros((4, 8), np.float32)}, path)
+    source = SafetensorsSource(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "cut off" in refusal(WeightsError, lambda: source.read("a", 3, 4))
