@@ -28,10 +28,12 @@ class CheckpointReader:
         added = 1.0 if self._norm_plus_one and path.endswith(".scale") else 0.0
         for name, place in self._pieces[path]:
             shape = self._source.tensors[name].shape
-            for where, start, stop in _runs(place, shards[0], shape[0]):
-                views = [s.values[where].reshape(stop - start, -1) for s in shards]
-                columns = [s.index[-1] if len(shape) > 1 else slice(None) for s in shards]
-                self._read(name, start, views, columns, added)
+            # of a tensor with one axis, a bias, the last axis of ours is the rows
+            for group in [shards] if len(shape) > 1 else [[shard] for shard in shards]:
+                for where, start, stop in _runs(place, group[0], shape[0]):
+                    views = [s.values[where].reshape(stop - start, -1) for s in group]
+                    columns = [s.index[-1] if len(shape) > 1 else slice(None) for s in group]
+                    self._read(name, start, views, columns, added)
 
     def _read(
         self,
