@@ -20,6 +20,8 @@ from server import (
 )
 from server.access_log import log_access
 from server.auth import ApiKey, KeyGuard, guard_middleware, route_name
+from server.batching.routes import add_batch_routes, run_batches
+from server.batching.store import BatchStore
 from server.cors import Origins
 from server.errors import Handler, errors_as_json
 from server.http_metrics import NOT_COUNTED
@@ -33,10 +35,14 @@ def create_app(
     engine: ServedEngine,
     api_keys: Sequence[str | ApiKey] = (),
     limits: ServerLimits | None = None,
+    store: BatchStore | None = None,
 ) -> web.Application:
-    """An application over a running engine; `Listener` puts it on a socket."""
-    limits = limits or ServerLimits()
-    guard = guard_middleware(KeyGuard(api_keys))
+    """An application over a running engine; `Listener` puts it on a socket.
+
+    Files and batches are served where there is a store for them; the application closes it.
+    """
+    limits, keys = limits or ServerLimits(), KeyGuard(api_keys)
+    guard = guard_middleware(keys)
     origins = Origins(limits.allowed_origins)
     app = web.Application(
         middlewares=[count_requests, errors_as_json, origins.middleware(), guard],
@@ -44,6 +50,8 @@ def create_app(
     )
     app[SERVER] = ServerState(engine, limits)
     app[responses.STORE] = ResponseStore()
+    if store is not None:
+        run_batches(app, store, keys)
     add_routes(app.router)
     if limits.root_path.strip("/"):
         add_routes(_Prefixed(app.router, limits.root_path.rstrip("/")))
@@ -96,6 +104,7 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     router.add_post("/v1/responses/{response_id}/cancel", responses.cancel, name="cancel_response")
     router.add_post("/v1/messages", messages.messages, name="messages")
     router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")
+    add_batch_routes(router)
     many = router.add_resource("/v1/cache/prefixes", name="prefixes")
     many.add_route("POST", prefixes.warm)
     many.add_route("GET", prefixes.listed)

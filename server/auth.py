@@ -64,6 +64,10 @@ class KeyGuard:
     def is_open(self) -> bool:
         return not self._keys
 
+    def key_of(self, key_id: str) -> ApiKey | None:
+        """The key that has an id now; it may have been taken away."""
+        return next((key for key in self._keys if key.key_id == key_id), None)
+
     def identify(self, authorization: str) -> ApiKey | None:
         """The key in an Authorization header, or None if it is no key of ours."""
         scheme, _, key = authorization.partition(" ")
@@ -139,6 +143,11 @@ def guard_middleware(guard: KeyGuard):
         return await handler(request)
 
     return check_key
+
+
+def is_admin(request: web.Request) -> bool:
+    """Without keys everybody is."""
+    return KEY not in request or request[KEY].role == "admin"
 
 
 def route_name(request: web.Request) -> str:

@@ -14,6 +14,8 @@ from jaxpaged.engine.remote import WORKER, RemoteLLM
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import ConfigError, JaxPagedError
 from server.app import create_app
+from server.batching.routes import open_store
+from server.batching.store import BatchStore
 from server.flags import make_parser
 from server.serving import bind, close_engine, serve
 from server.settings import ServerSettings, parse, server_settings
@@ -48,18 +50,23 @@ def _run(argv: Sequence[str], prog: str, worker: str) -> int:
         where = settings.uds or f"{settings.host}:{settings.port}"
         raise ConfigError(f"{where} cannot be listened on: {error.strerror}") from None
     with listening:
-        code = asyncio.run(_serve(config, settings, listening, worker))
+        store = open_store(settings.limits)
+        code = asyncio.run(_serve(config, settings, listening, worker, store))
     if settings.uds is not None:
         Path(settings.uds).unlink(missing_ok=True)
     return code
 
 
 async def _serve(
-    config: EngineConfig, settings: ServerSettings, listening: socket.socket, worker: str
+    config: EngineConfig,
+    settings: ServerSettings,
+    listening: socket.socket,
+    worker: str,
+    store: BatchStore | None,
 ) -> int:
     engine = await _start(config, settings, worker)
     try:
-        app = create_app(engine, settings.api_keys, settings.limits)
+        app = create_app(engine, settings.api_keys, settings.limits, store)
         code = await serve(app, listening, settings)
     finally:
         closed = await asyncio.to_thread(close_engine, engine)

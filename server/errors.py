@@ -54,6 +54,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "overloaded_error",
+    507: "server_error",
 }
 
 
@@ -79,7 +80,7 @@ def error_fields(error: BaseException) -> dict[str, Any]:
         "message": _message(error),
         "type": _TYPES.get(status, "invalid_request_error"),
         "param": getattr(error, "param", None),
-        "code": getattr(error, "code", None),
+        "code": error.code if isinstance(error, HttpError) else None,
     }
 
 

@@ -21,6 +21,7 @@ def make_parser(prog: str) -> ArgumentParser:
     _add_address(parser)
     _add_access(parser)
     _add_operations(parser)
+    _add_batches(parser)
     _add_answers(parser)
     return parser
 
@@ -138,6 +139,34 @@ def _add_operations(parser: argparse.ArgumentParser) -> None:
         default=("/health", "/ping", "/metrics"),
         metavar="A,B,...",
         help="paths without such a line (default: /health, /ping, /metrics)",
+    )
+
+
+def _add_batches(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("batches")
+    group.add_argument(
+        "--batch-dir",
+        metavar="DIR",
+        help="serve /v1/files and /v1/batches, and keep them here; on a disk of this machine",
+    )
+    group.add_argument(
+        "--max-batch-file-bytes",
+        type=whole_number,
+        default=_LIMITS.max_batch_file_bytes,
+        help="largest file (default: 200M)",
+    )
+    group.add_argument(
+        "--max-batch-key-bytes",
+        type=whole_number,
+        default=_LIMITS.max_batch_key_bytes,
+        help="most that the files of one key take together (default: 10G)",
+    )
+    group.add_argument(
+        "--max-batch-inflight",
+        type=whole_number,
+        default=_LIMITS.max_batch_inflight,
+        metavar="LINES",
+        help="lines of batches in the engine at a time (default: 64)",
     )
 
 

@@ -47,8 +47,8 @@ class RateLimits:
         self._of_all, self._clock = of_all, clock
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
-    def admit(self, key_id: str = ALL, own: Limits = NO_LIMITS) -> None:
-        """Let one request of a key pass.
+    def admit(self, key_id: str = ALL, own: Limits = NO_LIMITS, spare: float = 0.0) -> None:
+        """Let one request of a key pass; work that can wait leaves a share of each limit spare.
 
         Raises:
             RateLimited: the key, or all clients together, have used up their minute.
@@ -56,11 +56,12 @@ class RateLimits:
         kinds = {kind: self._both(key_id, own, kind) for kind in Limits._fields}
         for kind, buckets in kinds.items():
             for owner, bucket in buckets:
-                if bucket.level < 1:
+                least = max(1.0, spare * bucket.limit)
+                if bucket.level < least:
                     whose = "the server's limit" if owner == ALL else "the limit of this key"
                     raise RateLimited(
                         f"{whose} is {bucket.limit:.0f} {kind} a minute",
-                        retry_after_s=bucket.seconds_until(1),
+                        retry_after_s=bucket.seconds_until(least),
                     )
         for _, bucket in kinds["requests"]:
             bucket.level -= 1

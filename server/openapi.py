@@ -8,7 +8,9 @@ import msgspec
 from aiohttp import web
 
 from jaxpaged import __version__
+from jaxpaged.anthropic.schema import CountRequest, MessagesRequest
 from jaxpaged.openai.chunks import encode
+from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import (
     AbortRequest,
     ChatRequest,
@@ -19,6 +21,7 @@ from jaxpaged.openai.schema import (
     TokenizeRequest,
 )
 from server.auth import OPEN_ROUTES
+from server.batching.requests import BatchRequest
 from server.state import SERVER
 
 BODIES: dict[str, type[msgspec.Struct]] = {
@@ -29,6 +32,20 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "generate": GenerateRequest,
     "prefixes": PrefixRequest,
     "abort_requests": AbortRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+    "count_tokens": CountRequest,
+    "batches": BatchRequest,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "files": {
+        "type": "object",
+        "properties": {
+            "purpose": {"const": "batch"},
+            "file": {"type": "string", "format": "binary"},
+        },
+        "required": ["purpose", "file"],
+    }
 }
 ERROR = {
     "type": "object",
@@ -66,6 +83,9 @@ def _document(app: web.Application, root_path: str) -> bytes:
         if resource is None or name is None or name.endswith(".root") or route.method == "HEAD":
             continue
         operation = _operation(name, body_of.get(name) if route.method == "POST" else None)
+        if name in FORMS and route.method == "POST":
+            content = {"multipart/form-data": {"schema": FORMS[name]}}
+            operation["requestBody"] = {"required": True, "content": content}
         path = resource.canonical
         if "{" in path:
             operation["parameters"] = [

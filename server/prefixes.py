@@ -17,7 +17,7 @@ from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.params import salt_of
 from jaxpaged.openai.prompts import completion_prompts, encode_chat
 from jaxpaged.openai.schema import PrefixRequest, decode_body
-from server.auth import KEY, KEY_ID
+from server.auth import KEY_ID, is_admin
 from server.errors import HttpError
 from server.state import SERVER, read_body
 
@@ -31,9 +31,9 @@ async def warm(request: web.Request) -> web.Response:
     with server.work(request) as usage:
         body = decode_body(await read_body(request), _PREFIX)
         server.check_model(body.model)
-        salt = _salt(body, key_id, may_share=_is_admin(request))
+        salt = _salt(body, key_id, may_share=is_admin(request))
         token_ids = await _token_ids(body, server.engine)
-        share = 1.0 if _is_admin(request) else server.limits.warm_prefix_share
+        share = 1.0 if is_admin(request) else server.limits.warm_prefix_share
         pin = Pin(prefix_id_of(token_ids, salt), share)
         with server.open_id(f"prefix-{uuid.uuid4().hex}") as request_id:
             output = await compute_prefix(
@@ -65,16 +65,11 @@ async def drop(request: web.Request) -> web.Response:
 async def _seen(request: web.Request) -> list[dict[str, Any]]:
     """The prefixes that this key may know of: its own, or all."""
     prefixes = await request.app[SERVER].engine.control("warm_prefixes")
-    return [p for p in prefixes if _is_admin(request) or p["key_name"] == request[KEY_ID]]
+    return [p for p in prefixes if is_admin(request) or p["key_name"] == request[KEY_ID]]
 
 
 def _shown(prefix: dict[str, Any]) -> dict[str, Any]:
     return {"id": prefix["id"], "object": _KIND} | prefix
-
-
-def _is_admin(request: web.Request) -> bool:
-    """Without keys everybody is."""
-    return KEY not in request or request[KEY].role == "admin"
 
 
 def _salt(body: PrefixRequest, key_id: str, *, may_share: bool) -> str:

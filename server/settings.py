@@ -66,6 +66,10 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         unlogged_paths=frozenset(args.disable_access_log_for_endpoints),
         warm_prefix_share=args.max_warm_prefix_share,
         forces_usage=args.enable_force_include_usage,
+        batch_dir=args.batch_dir,
+        max_batch_file_bytes=args.max_batch_file_bytes,
+        max_batch_key_bytes=args.max_batch_key_bytes,
+        max_batch_inflight=args.max_batch_inflight,
         template_defaults=args.default_chat_template_kwargs,
     )
     return ServerSettings(
@@ -87,7 +91,10 @@ def _check(args: argparse.Namespace) -> None:
         port = getattr(args, name)
         if port is not None and not 0 <= port < 2**16:
             raise ConfigError(f"--{name.replace('_', '-')} is {port}, allowed are 0 to {2**16 - 1}")
-    for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes"):
+    for name in (
+        "max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes",
+        "max_batch_file_bytes", "max_batch_key_bytes", "max_batch_inflight",
+    ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")

@@ -43,6 +43,10 @@ class ServerLimits:
     unlogged_paths: frozenset[str] = frozenset({"/health", "/ping", "/metrics"})
     warm_prefix_share: float = 0.25  # of the pages that may be pinned, for one key but an admin's
     forces_usage: bool = False  # at the end of every stream
+    batch_dir: str | None = None
+    max_batch_file_bytes: int = 200 * 2**20
+    max_batch_key_bytes: int = 10 * 2**30
+    max_batch_inflight: int = 64  # lines
     template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

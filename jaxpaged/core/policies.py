@@ -15,6 +15,8 @@ from jaxpaged.core.sequence import Sequence
 type PolicyName = Literal["fcfs", "priority", "fair", "sjf"]
 type Rank = tuple[int, ...]  # smaller is sooner
 
+# Requests of this priority or a larger one are in the background, see `background.py`.
+BACKGROUND = 2**62
 # A token still to compute weighs as much as this many tokens that arrive later: whatever comes
 # after them is behind. It bounds how long a long prompt is overtaken, see docs/scheduling.md.
 AGEING = 8
@@ -237,6 +239,8 @@ class Fair:
         for seq, start, q_len, samples in zip(
             rows.seqs, rows.starts, rows.q_lens, rows.samples, strict=True
         ):
+            if seq.request.priority >= BACKGROUND:
+                continue  # takes nothing from anybody
             cost = OUTPUT_WEIGHT if samples else 0
             if start < seq.num_prompt_tokens and not seq.num_preemptions:
                 cost += PROMPT_WEIGHT * min(q_len, seq.num_prompt_tokens - start)

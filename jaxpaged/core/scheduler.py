@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence as Seq
 
+from jaxpaged.core.background import make_layers
 from jaxpaged.core.limits import SchedulerLimits, StopCause, check_states, stop_cause
 from jaxpaged.core.logit_edits import check_edits
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
-from jaxpaged.core.policies import make_policy
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.reuse import Hit, PageReuse
 from jaxpaged.core.sequence import SeqState, Sequence
@@ -30,7 +30,7 @@ class Scheduler:
         self._reuse = PageReuse(limits, pool, cache)
         self._forks, self.pinned = self._reuse.forks, self._reuse.pinned
         self.tier = self._reuse.tier
-        self._waiting = make_policy(limits.scheduling_policy, self._reuse.num_uncached)
+        self._waiting = make_layers(limits.scheduling_policy, self._reuse.num_uncached)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._scored_was_left_out = False
         self.wait_cause: WaitCause = "line"  # why the last plan admitted nobody further

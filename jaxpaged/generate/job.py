@@ -1,9 +1,11 @@
 """Runs the lines of a batch job over one engine: bounded, in order, each line's fault its own."""
 
 import asyncio
+import itertools
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from jaxpaged.errors import CapacityError, GenerationFailed, RequestError
 from jaxpaged.generate.lines import CHAT, BadLine, Line, read_lines
 from jaxpaged.generate.output import OutputFile
 from jaxpaged.openai.answers import answer_body
+
+type Record = dict[str, Any]
 
 MAX_TRIES = 5  # of a line that met a full engine
 
@@ -51,55 +55,74 @@ async def run_lines(
     With `keep_order` records stand in the order of the lines, else in that of their completion.
     """
     summary = Summary()
-    running: deque[asyncio.Task[dict[str, Any]]] = deque()
-    with tqdm(desc="lines", unit="", disable=not show_progress) as bar:
 
-        async def take_one() -> None:
-            if keep_order:
-                task = running.popleft()
+    async def wanted() -> AsyncGenerator[Line | BadLine]:
+        for line in read_lines(lines):
+            if output.done.holds(line):
+                summary.num_skipped += 1
             else:
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                task = next(iter(done))
-                running.remove(task)
-            record = await task
-            _count(summary, record)
-            output.write(record)
-            bar.update()
+                yield line
 
-        try:
-            for line in read_lines(lines):
-                if _is_done(line, output):
-                    summary.num_skipped += 1
-                    continue
-                running.append(asyncio.create_task(_answer(engine, line)))
-                await asyncio.sleep(0)  # let it reach the engine before more is read
-                while len(running) >= max_inflight:
-                    await take_one()
-            while running:
-                await take_one()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+    def answer(line: Line | BadLine) -> Awaitable[Record]:
+        return answer_line(line, lambda line: _try_answer(engine, line))
+
+    records = answered(wanted(), answer, max_inflight=max_inflight, keep_order=keep_order)
+    with tqdm(desc="lines", unit="", disable=not show_progress) as bar:
+        async with aclosing(records):
+            async for ready in records:
+                for record in ready:
+                    _count(summary, record)
+                    output.write(record)
+                    bar.update()
     return summary
 
 
-def _is_done(line: Line | BadLine, output: OutputFile) -> bool:
-    if isinstance(line, BadLine):
-        return line.number in output.done.line_numbers
-    return line.custom_id in output.done.custom_ids
+async def answered(
+    lines: AsyncGenerator[Line | BadLine],
+    answer: Callable[[Line | BadLine], Awaitable[Record]],
+    *,
+    max_inflight: int,
+    keep_order: bool,
+) -> AsyncGenerator[list[Record]]:
+    """The records of all lines, as many at a time as are ready. Leaving it ends what still runs."""
+    running: deque[asyncio.Future[Record]] = deque()
 
+    async def take_ready() -> list[Record]:
+        awaited = [running[0]] if keep_order else running
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        done = itertools.takewhile if keep_order else filter
+        ready = list(done(asyncio.Future[Record].done, running))
+        for task in ready:
+            running.remove(task)
+        return [task.result() for task in ready]
 
-async def _answer(engine: ServedEngine, line: Line | BadLine) -> dict[str, Any]:
-    """The record of one line."""
-    if isinstance(line, BadLine):
-        return _error_record(line.custom_id, "invalid_line", line.reason, line=line.number)
     try:
-        body = await _try_answer(engine, line)
+        async with aclosing(lines):
+            async for line in lines:
+                running.append(asyncio.ensure_future(answer(line)))
+                await asyncio.sleep(0)  # let it reach the engine before more is read
+                while len(running) >= max_inflight:
+                    yield await take_ready()
+        while running:
+            yield await take_ready()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def answer_line(
+    line: Line | BadLine, answer: Callable[[Line], Awaitable[dict[str, Any]]]
+) -> Record:
+    """The record of one line; `answer` gives the body of one that can be answered."""
+    if isinstance(line, BadLine):
+        return error_record(line.custom_id, "invalid_line", line.reason, line=line.number)
+    try:
+        body = await answer(line)
     except RequestError as error:
-        return _error_record(line.custom_id, "invalid_request", str(error), param=error.param)
+        return error_record(line.custom_id, "invalid_request", str(error), param=error.param)
     except GenerationFailed as error:
-        return _error_record(line.custom_id, "generation_failed", str(error))
+        return error_record(line.custom_id, "generation_failed", str(error))
     request_id = f"batch-{uuid.uuid4().hex}"
     return {
         "id": request_id,
@@ -120,14 +143,15 @@ async def _try_answer(engine: ServedEngine, line: Line) -> dict[str, Any]:
     raise AssertionError("unreachable")
 
 
-def _error_record(
+def error_record(
     custom_id: str | None,
     code: str,
     message: str,
     *,
     param: str | None = None,
     line: int | None = None,
-) -> dict[str, Any]:
+) -> Record:
+    """What is written for a line without an answer."""
     error: dict[str, Any] = {"code": code, "message": message, "param": param}
     if line is not None:
         error |= {"message": f"line {line}: {message}", "line": line}
@@ -139,7 +163,7 @@ def _error_record(
     }
 
 
-def _count(summary: Summary, record: dict[str, Any]) -> None:
+def _count(summary: Summary, record: Record) -> None:
     if record["response"] is None:
         summary.num_failed += 1
         return

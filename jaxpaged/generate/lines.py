@@ -4,7 +4,7 @@ A line is OpenAI's batch format (`custom_id`, `method`, `url`, `body`) or a comp
 own, `{"prompt": ...}`, perhaps with a `custom_id`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,13 +33,15 @@ class BadLine:
     reason: str
 
 
-def read_lines(lines: Iterable[bytes]) -> Iterator[Line | BadLine]:
+def read_lines(
+    lines: Iterable[bytes], urls: Collection[str] = (COMPLETIONS, CHAT)
+) -> Iterator[Line | BadLine]:
     """Every line that is not blank, in order. A custom_id seen before makes a bad line."""
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
-        line = _read(number, raw)
+        line = _read(number, raw, urls)
         if isinstance(line, Line):
             before = seen.setdefault(line.custom_id, number)
             if before != number:
@@ -48,7 +50,7 @@ def read_lines(lines: Iterable[bytes]) -> Iterator[Line | BadLine]:
         yield line
 
 
-def _read(number: int, raw: bytes) -> Line | BadLine:
+def _read(number: int, raw: bytes, urls: Collection[str]) -> Line | BadLine:
     try:
         given: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -59,13 +61,15 @@ def _read(number: int, raw: bytes) -> Line | BadLine:
     custom_id = fields.get("custom_id")
     if custom_id is not None and not (isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_ID):
         return BadLine(number, None, f"custom_id must be text of 1 to {MAX_ID} characters")
-    if "body" not in fields and "prompt" in fields:
+    if "body" not in fields and "prompt" in fields and COMPLETIONS in urls:
         body = {name: value for name, value in fields.items() if name != "custom_id"}
         return Line(number, custom_id or f"line-{number}", COMPLETIONS, body)
-    return _read_batch_line(number, custom_id, fields)
+    return _read_batch_line(number, custom_id, fields, urls)
 
 
-def _read_batch_line(number: int, custom_id: str | None, fields: dict[str, Any]) -> Line | BadLine:
+def _read_batch_line(
+    number: int, custom_id: str | None, fields: dict[str, Any], urls: Collection[str]
+) -> Line | BadLine:
     body, url = fields.get("body"), fields.get("url")
     if not isinstance(body, dict):
         wanted = "an object in 'body', or 'prompt'"
@@ -74,8 +78,8 @@ def _read_batch_line(number: int, custom_id: str | None, fields: dict[str, Any])
         return BadLine(number, None, "custom_id is missing")
     if fields.get("method", "POST") != "POST":
         return BadLine(number, custom_id, f"method is {fields['method']!r}, allowed is POST")
-    if url not in (COMPLETIONS, CHAT):
-        return BadLine(number, custom_id, f"url is {url!r}, allowed are {COMPLETIONS} and {CHAT}")
+    if url not in urls:
+        return BadLine(number, custom_id, f"url is {url!r}, allowed: {' and '.join(urls)}")
     return Line(number, custom_id, str(url), cast("dict[str, Any]", body))
 
 

@@ -8,6 +8,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from jaxpaged.generate.lines import BadLine, Line
+
 SYNC_EVERY = 64  # records between two forced writes to the disk
 
 
@@ -21,6 +23,12 @@ class Done:
 
     custom_ids: set[str] = field(default_factory=set[str])
     line_numbers: set[int] = field(default_factory=set[int])  # of lines that were no requests
+
+    def holds(self, line: Line | BadLine) -> bool:
+        """Whether a line has its record."""
+        if isinstance(line, BadLine):
+            return line.number in self.line_numbers
+        return line.custom_id in self.custom_ids
 
 
 class OutputFile:

@@ -12,6 +12,7 @@ from jaxpaged.openai.chat import chat_job, read_chat
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.completions import completion_job, read_completion
 from jaxpaged.openai.job import Job
+from jaxpaged.openai.schema import ChatRequest
 from jaxpaged.openai.streams import Numbered, merged
 
 
@@ -56,20 +57,31 @@ async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:
 
 
 async def answer_body(
-    engine: ServedEngine, body: dict[str, Any], *, is_chat: bool
+    engine: ServedEngine,
+    body: dict[str, Any],
+    *,
+    is_chat: bool,
+    model: str = "",
+    key_id: str = "",
+    priority: int | None = None,
 ) -> dict[str, Any]:
-    """Answer a body that came as an object, not over HTTP.
+    """Answer a body that came as an object, not over HTTP, under a model's name.
+
+    Its own priority counts only where none is given.
 
     Raises:
         RequestError: what can never be served; a stream cannot be asked for here.
     """
     if body.get("stream"):
         raise RequestError("stream is not served in a batch: leave it out", param="stream")
-    data, model = msgspec.json.encode(body), engine.served_model_names[0]
-    if is_chat:
-        job = await chat_job(read_chat(data), engine, Usage(), model=model, key_id="")
+    data, usage = msgspec.json.encode(body), Usage()
+    asker = {"model": model or engine.served_model_names[0], "key_id": key_id}
+    read = read_chat(data) if is_chat else read_completion(data)
+    read.priority = read.priority if priority is None else priority
+    if isinstance(read, ChatRequest):
+        job = await chat_job(read, engine, usage, **asker)
     else:
-        job = await completion_job(read_completion(data), engine, Usage(), model=model, key_id="")
+        job = await completion_job(read, engine, usage, **asker)
     return await whole_answer(job, engine)
 
 

@@ -154,7 +154,7 @@ def test_a_key_that_was_idle_has_saved_nothing_up():
     while scheduler.num_waiting > 2:
         loop.step()
     add(scheduler, *(make_sequence(i, [i], 2, key_name="idle") for i in range(6, 12)))
-    line = scheduler._waiting
+    line = scheduler._waiting._live
     assert line.counter("idle") == line.counter("busy") > 0
 
 
@@ -162,11 +162,11 @@ def test_output_costs_more_than_prompt_and_cached_tokens_cost_nothing():
     scheduler = fair()
     loop = Loop(scheduler)
     for seq_id, num_computed in ((0, 9), (1, 1)):
-        before = scheduler._waiting.counter("k")
+        before = scheduler._waiting._live.counter("k")
         seq = make_sequence(seq_id, prompt(0, 9), 3, key_name="k")
         loop.run([seq])
         cost = PROMPT_WEIGHT * num_computed + OUTPUT_WEIGHT * len(seq.output_token_ids)
-        assert scheduler._waiting.counter("k") - before == cost
+        assert scheduler._waiting._live.counter("k") - before == cost
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (30, 2), (3, 25)])

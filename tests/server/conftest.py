@@ -13,6 +13,8 @@ from aiohttp import web
 
 from jaxpaged.engine.async_engine import AsyncLLM
 from server.app import create_app
+from server.auth import ApiKey
+from server.batching.store import BatchStore
 from server.listener import Listener
 from server.state import SERVER, ServerLimits, ServerState
 from tests.support.fake_engine import FakeEngine, fake_llm
@@ -88,14 +90,17 @@ type Start = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Start servers; keywords are those of `fake_llm`, and `api_keys` and `limits`."""
+    """Start servers; keywords are those of `fake_llm` and of `create_app`."""
     closing: list[Callable[[], Awaitable[None]]] = []
 
     async def start_one(
-        api_keys: tuple[str, ...] = (), limits: ServerLimits | None = None, **options: Any
+        api_keys: tuple[str | ApiKey, ...] = (),
+        limits: ServerLimits | None = None,
+        store: BatchStore | None = None,
+        **options: Any,
     ) -> Running:
         llm, engine = fake_llm(tmp_path / f"model{len(closing)}", **options)
-        app = create_app(llm, api_keys, limits)
+        app = create_app(llm, api_keys, limits, store)
         listening = socket.create_server(("127.0.0.1", 0))
         listener = await Listener.start(app, listening)
         session = aiohttp.ClientSession()

@@ -1,0 +1,1 @@
+"""Files and batches over HTTP: kept in one folder, answered behind live traffic, and resumed."""

@@ -1,0 +1,39 @@
+"""What a line of a batch may ask, by endpoint."""
+
+from typing import Any
+
+from jaxpaged.core.policies import BACKGROUND
+from jaxpaged.errors import RequestError
+from jaxpaged.generate.lines import CHAT, COMPLETIONS
+from jaxpaged.openai.answers import answer_body
+from jaxpaged.openai.prompts import as_object
+from server.errors import HttpError
+from server.state import ServerState
+
+ENDPOINTS = (CHAT, COMPLETIONS)
+
+
+async def answer(
+    server: ServerState, endpoint: str, body: dict[str, Any], key_id: str
+) -> dict[str, Any]:
+    """The body that answers a line.
+
+    Raises:
+        RequestError: what can never be served.
+    """
+    named = body.get("model")
+    try:
+        model = server.check_model(named if named is None else str(named))
+    except HttpError as error:
+        raise RequestError(str(error), param=error.param) from None
+    kwargs = as_object(body.get("chat_template_kwargs") or {})
+    if endpoint == CHAT and server.limits.template_defaults and kwargs is not None:
+        body = body | {"chat_template_kwargs": {**server.limits.template_defaults, **kwargs}}
+    return await answer_body(
+        server.engine,
+        body,
+        is_chat=endpoint == CHAT,
+        model=model,
+        key_id=key_id,
+        priority=BACKGROUND,
+    )

@@ -1,0 +1,263 @@
+"""/v1/files: streamed to the disk, listed in pages, refused when too large or full or odd."""
+
+import asyncio
+import errno
+import socket
+
+import openai
+import pytest
+from yarl import URL
+
+from jaxpaged.errors import ConfigError
+from server.batching import store as store_module
+from server.batching.requests import RUNNER
+from server.batching.store import BatchStore
+from server.state import ServerLimits
+
+PATH = "/v1/files"
+
+
+def form(*parts: tuple[str, str | None, bytes]) -> dict:
+    """Keywords of a post with a form of (name, file name, content)."""
+    body = b""
+    for name, filename, content in parts:
+        more = "" if filename is None else f'; filename="{filename}"'
+        body += f'--xx\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode()
+        body += content + b"\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=xx"}
+    return {"data": body + b"--xx--\r\n", "headers": headers}
+
+
+PURPOSE = ("purpose", None, b"batch")
+
+
+def left(server) -> list[str]:
+    """Names of what is on the disk, uploads that have not ended included."""
+    files = server.app[RUNNER].store.path("x").parent
+    return [path.name for folder in (files, files.parent / "uploads") for path in folder.iterdir()]
+
+
+async def test_the_official_client_keeps_reads_and_deletes(serve, client_of):
+    server = await serve()
+    client = client_of(server)
+    file = await client.files.create(file=("in.jsonl", b"abc\n" * 1000), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (4000, "in.jsonl", "batch")
+    assert await client.files.retrieve(file.id) == file
+    assert (await client.files.content(file.id)).content == b"abc\n" * 1000
+    assert left(server) == [file.id]
+    assert (await client.files.delete(file.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(file.id)
+    assert left(server) == []
+
+
+async def test_lists_come_in_pages_newest_first(serve, client_of):
+    client = client_of(await serve())
+    ids = [(await client.files.create(file=(str(i), b"x"), purpose="batch")).id for i in range(5)]
+    assert [file.id async for file in client.files.list(limit=2)] == ids[::-1]
+    assert [file.id async for file in client.files.list(order="asc", after=ids[1])] == ids[2:]
+    assert [file.id async for file in client.files.list(purpose="other")] == []
+
+
+NAMES = ["../../etc/passwd", "/etc/passwd", "..", "a\\b", "%2e%2e%2f", "\u202egnp", "x.gz", "CON"]
+
+
+async def test_a_files_name_is_only_shown(serve):
+    server = await serve()
+    for name in NAMES:
+        reply = await server.send("POST", PATH, **form(PURPOSE, ("file", name, b"x")))
+        assert reply.status == 200, name
+        assert left(server) == [reply.body["id"]]
+        await server.send("DELETE", f"{PATH}/{reply.body['id']}")
+
+
+NO_UPLOADS = [
+    ([("file", "a", b"x")], "purpose is missing"),
+    ([("purpose", None, b"fine-tune"), ("file", "a", b"x")], "only 'batch'"),
+    ([("purpose", None, b"\xff" * 900), ("file", "a", b"x")], "only 'batch'"),
+    ([PURPOSE], "file is missing"),
+    ([PURPOSE, ("file", "a", b"x"), ("file", "b", b"x")], "two files"),
+    ([PURPOSE, ("file", "n" * 300, b"x")], "name"),
+    ([("purpose", None, b"b" * 5000), ("file", "a", b"x")], "bytes"),
+    ([("x", None, b"")] * 30, "parts"),
+    ([PURPOSE, ("expires_after[seconds]", None, b"9"), ("file", "a", b"x")], "expires_after"),
+]
+
+
+async def test_what_is_no_upload_is_refused_and_leaves_nothing(serve):
+    server = await serve()
+    for parts, told in NO_UPLOADS:
+        reply = await server.send("POST", PATH, **form(*parts))
+        assert reply.status == 400, told
+        assert told in reply.error["message"]
+    assert left(server) == []
+
+
+BROKEN_FORMS = [
+    (b"{}", "application/json"),
+    (b"", "multipart/form-data"),
+    (b"", "multipart/form-data; boundary=xx"),
+    (b"nonsense" * 100, "multipart/form-data; boundary=xx"),
+    (b"--xx\r\nContent-Disposition: x\r\n\r\n--xx--\r\n", "multipart/form-data; boundary=xx"),
+    (b"--xx\r\n" + b"A: b\r\n" * 999, "multipart/form-data; boundary=xx"),
+    (b"--xx\r\n" + b"A" * 99_999, "multipart/form-data; boundary=xx"),
+    (form(PURPOSE, ("file", "a", b"x"))["data"][:-9], "multipart/form-data; boundary=xx"),
+    (
+        b"--x\r\nContent-Type: multipart/mixed; boundary=y\r\n\r\n--y\r\n\r\n--y--\r\n--x--",
+        "multipart/form-data; boundary=x",
+    ),
+    (
+        b"--xx\r\nContent-Disposition: form-data; name=file\r\nContent-Encoding: gzip\r\n\r\nx"
+        b"\r\n--xx--",
+        "multipart/form-data; boundary=xx",
+    ),
+]
+
+
+async def test_a_broken_form_is_refused_and_leaves_nothing(serve):
+    server = await serve()
+    for data, kind in BROKEN_FORMS:
+        reply = await server.send("POST", PATH, data=data, headers={"Content-Type": kind})
+        assert reply.status == 400, (data, reply.raw)
+    assert left(server) == []
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_a_file_over_the_limit_is_a_413(serve, is_told):
+    server = await serve(max_file=10**5)
+    given = form(PURPOSE, ("file", "a", b"x" * 2 * 10**5))
+    data = given["data"]
+
+    async def pieces():
+        for start in range(0, len(data), 10_000):
+            yield data[start : start + 10_000]
+
+    if not is_told:
+        given["data"] = pieces()
+    reply = await server.send("POST", PATH, **given)
+    assert (reply.status, left(server)) == (413, [])
+    assert "--max-batch-file-bytes" in reply.error["message"]
+
+
+async def test_a_key_may_not_keep_more_than_its_share(serve, client_of):
+    server = await serve(max_key=1000)
+    client = client_of(server)
+    first = await client.files.create(file=("a", b"x" * 800), purpose="batch")
+    with pytest.raises(openai.APIStatusError, match="delete some") as caught:
+        await client.files.create(file=("b", b"x" * 300), purpose="batch")
+    assert (caught.value.status_code, left(server)) == (413, [first.id])
+    await client.files.delete(first.id)
+    await client.files.create(file=("b", b"x" * 300), purpose="batch")
+
+
+async def test_a_client_that_leaves_leaves_nothing(serve):
+    server = await serve()
+    host, port = server.url.removeprefix("http://").split(":")
+    data = form(PURPOSE, ("file", "a", b"x" * 10**6))["data"]
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        head += "Content-Type: multipart/form-data; boundary=xx\r\n\r\n"
+        connection.sendall(head.encode() + data[: len(data) // 2])
+        async with asyncio.timeout(5):
+            while not server.state.num_working:
+                await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        while server.state.num_working or left(server):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_upload_that_drips_is_cut(serve):
+    server = await serve(limits=ServerLimits(body_timeout_s=0.2))
+    data = form(PURPOSE, ("file", "a", b"x" * 1000))["data"]
+
+    async def drip():
+        for place in range(0, len(data), 10):
+            yield data[place : place + 10]
+            await asyncio.sleep(0.05)
+
+    reply = await server.send("POST", PATH, **form(PURPOSE) | {"data": drip()})
+    assert (reply.status, left(server)) == (408, [])
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 503)]
+)
+async def test_a_disk_that_is_full_or_fails_is_told(serve, client_of, monkeypatch, number, status):
+    server = await serve()
+    client = client_of(server)
+
+    def broken(self, data):
+        raise OSError(number, "on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module.Upload, "_append", broken)
+        with pytest.raises(openai.InternalServerError, match="disk") as caught:
+            await client.files.create(file=("a", b"x"), purpose="batch")
+        assert caught.value.status_code == status
+    assert left(server) == []
+    await client.files.create(file=("a", b"x"), purpose="batch")
+
+
+NO_IDS = [
+    "x",
+    "..",
+    "%2e%2e",
+    "..%2fbatches.sqlite",
+    "file-" + "0" * 32,
+    "file-" + "0" * 5000,
+    "%00",
+    "%ff%fe",
+    "%ED%A0%80",
+    "file-" + "0" * 32 + "%0a",
+]
+
+
+async def test_an_id_that_is_none_is_a_404(serve):
+    server = await serve()
+    for given in NO_IDS:
+        for method, rest in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            url = URL(f"{server.url}{PATH}/{given}{rest}", encoded=True)
+            async with server.session.request(method, url) as response:
+                assert response.status == 404
+
+
+NO_PAGES = [
+    "limit=0",
+    "limit=-1",
+    "limit=x",
+    "limit=\u0663",
+    "limit=1e9",
+    "after=x",
+    "order=up",
+    "after=file-" + "0" * 32,
+    "limit=" + "9" * 5000,
+]
+
+
+async def test_a_page_that_is_none_is_refused(serve):
+    server = await serve()
+    for query in NO_PAGES:
+        assert (await server.get(f"{PATH}?{query}")).status == 400, query
+
+
+async def test_without_a_folder_it_is_said(server):
+    for path in (PATH, "/v1/batches"):
+        reply = await server.get(path)
+        assert reply.status == 404
+        assert "--batch-dir" in reply.error["message"]
+
+
+def test_a_folder_serves_one_server_and_is_swept(tmp_path):
+    store = BatchStore(tmp_path, 1, 1)
+    with pytest.raises(ConfigError, match="in use"):
+        BatchStore(tmp_path, 1, 1)
+    store.path("orphan").write_bytes(b"x")
+    (tmp_path / "uploads" / "cut").write_bytes(b"x")
+    store.close()
+    again = BatchStore(tmp_path, 1, 1)
+    assert not again.path("orphan").exists()
+    assert not list((tmp_path / "uploads").iterdir())
+    again.close()
+    (tmp_path / "batches.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="sqlite cannot"):
+        BatchStore(tmp_path, 1, 1)
