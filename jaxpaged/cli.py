@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": ("jaxpaged.generate", "continue prompts, or answer a batch file"),
     "replay": ("jaxpaged.replay", "plan a recorded run again and compare"),
     "plan": ("jaxpaged.plan", "say what fits on a device before it is loaded"),
+    "convert": ("jaxpaged.convert", "write a model as a checkpoint that loads faster"),
     "bench": ("jaxpaged.bench.command", "measure throughput, latency and start-up"),
 }
 

@@ -39,7 +39,7 @@ class ModelSettings:
     max_model_len: int | None = setting(
         None, "longest sequence in tokens (default: the model's; -1: the longest that fits)"
     )
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = setting(
+    load_format: Literal["auto", "orbax", "safetensors", "gguf", "dummy"] = setting(
         "auto", "dummy takes random weights of the configuration's shape"
     )
     trust_remote_code: bool = setting(False, "known and refused: no code of a model folder is run")

@@ -1,6 +1,7 @@
 """Reads a checkpoint into the decoder's weights, or says in one line why it does not fit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from jaxpaged.models.registry import find_family, model_config
 from jaxpaged.sharding import Placement, abstract_params, laid_out
 from jaxpaged.weights.dummy import random_params
 from jaxpaged.weights.gguf import GgufSource
+from jaxpaged.weights.manifest import Manifest, digests_checked, read_manifest
+from jaxpaged.weights.orbax import OrbaxReader, check_tree
 from jaxpaged.weights.pieces import CheckpointReader
-from jaxpaged.weights.placing import Destination, place_params
+from jaxpaged.weights.placing import Destination, Reader, place_params
 from jaxpaged.weights.resolve import LoadFormat, find_checkpoint, read_config
 from jaxpaged.weights.safetensors import SafetensorsSource
 from jaxpaged.weights.source import TensorSource, first_of, shape_text
@@ -48,6 +51,7 @@ class ModelFiles:
     hf_config: dict[str, Any]
     path: Path
     gguf: GgufSource | None
+    manifest: Manifest | None  # of an Orbax checkpoint
     is_dummy: bool
 
     def load(self, seed: int = 0, device: Destination = None) -> LoadedModel:
@@ -58,16 +62,36 @@ class ModelFiles:
         Raises:
             WeightsError: the weights are damaged or do not fit the configuration.
         """
-        config = self.config
         if self.is_dummy:
             params = random_params(self.params, seed, device)
         else:
-            source = self.gguf or SafetensorsSource(self.path)
-            places = weight_names(find_family(self.hf_config, self.path.name), config)
-            check_fit(source, places, config)
-            reader = CheckpointReader(source, places, config.norm_plus_one)
-            params = place_params(self.params, reader, device)
-        return LoadedModel(config, self.graphdef, params, self.hf_config, self.path)
+            with self.reading() as reader:
+                params = place_params(self.params, reader, device)
+        return LoadedModel(self.config, self.graphdef, params, self.hf_config, self.path)
+
+    @contextmanager
+    def reading(self) -> Iterator[Reader]:
+        """What fills shards of any of the weights. Raises what `load` raises, also at the end."""
+        if self.manifest is not None:
+            with digests_checked(self.path, self.manifest):
+                yield OrbaxReader(self.path)
+            return
+        source = self._source()
+        places = weight_names(find_family(self.hf_config, self.path.name), self.config)
+        check_fit(source, places, self.config)
+        yield CheckpointReader(source, places, self.config.norm_plus_one)
+
+    def stored_dtype(self) -> str:
+        """The type that holds every matrix as it is stored, float32 where they are quantised."""
+        if self.manifest is not None:
+            return self.manifest.weights["embedding.table"].dtype
+        tensors = self._source().tensors.values()
+        found = {info.dtype for info in tensors if len(info.shape) > 1}
+        names = {"BF16": "bfloat16", "F16": "float16"}
+        return names.get(found.pop(), "float32") if len(found) == 1 else "float32"
+
+    def _source(self) -> TensorSource:
+        return self.gguf or SafetensorsSource(self.path)
 
 
 def open_model(
@@ -93,16 +117,20 @@ def open_model(
         WeightsError: the weights are in no format that is read.
     """
     checkpoint = find_checkpoint(path_or_id, load_format, revision)
-    gguf = GgufSource(checkpoint.path) if checkpoint.is_gguf else None
+    gguf = GgufSource(checkpoint.path) if checkpoint.kind == "gguf" else None
     hf_config = read_config(checkpoint.path) if gguf is None else gguf.hf_config
     hf_config = merged(hf_config, hf_overrides or {})
     config = model_config(hf_config, checkpoint.path.name)
-    if gguf is not None:
+    if checkpoint.kind != "safetensors":
         config = replace(config, norm_plus_one=False)
     stored = config if placement is None else laid_out(config, placement.num_shards)
     graphdef, abstract = abstract_model(stored, attend, dtype, placement)
-    is_dummy = load_format == "dummy"
-    return ModelFiles(config, graphdef, abstract, hf_config, checkpoint.path, gguf, is_dummy)
+    manifest, is_dummy = None, load_format == "dummy"
+    if checkpoint.kind == "orbax" and not is_dummy:
+        manifest = read_manifest(checkpoint.path)
+        check_tree(manifest, abstract, config, checkpoint.path.name)
+    path = checkpoint.path
+    return ModelFiles(config, graphdef, abstract, hf_config, path, gguf, manifest, is_dummy)
 
 
 def load_model(

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxpaged.errors import WeightsError
 from jaxpaged.models.family import Place
 from jaxpaged.weights.placing import Shard
-from jaxpaged.weights.source import TensorSource, clip
+from jaxpaged.weights.source import TensorSource, cast_into
 
 CHUNK_ELEMENTS = 2**21  # turned at a time, so that no tensor is whole in memory a second time
 
@@ -27,12 +26,12 @@ class CheckpointReader:
     def fill(self, path: str, shards: Sequence[Shard]) -> None:
         added = 1.0 if self._norm_plus_one and path.endswith(".scale") else 0.0
         for name, place in self._pieces[path]:
-            shape = self._source.tensors[name].shape
+            num_rows, *rest = self._source.tensors[name].shape
             # of a tensor with one axis, a bias, the last axis of ours is the rows
-            for group in [shards] if len(shape) > 1 else [[shard] for shard in shards]:
-                for where, start, stop in _runs(place, group[0], shape[0]):
+            for group in [shards] if rest else [[shard] for shard in shards]:
+                for where, start, stop in _runs(place, group[0], num_rows):
                     views = [s.values[where].reshape(stop - start, -1) for s in group]
-                    columns = [s.index[-1] if len(shape) > 1 else slice(None) for s in group]
+                    columns = [s.index[-1] if rest else slice(None) for s in group]
                     self._read(name, start, views, columns, added)
 
     def _read(
@@ -56,15 +55,7 @@ class CheckpointReader:
             if added:
                 rows = rows.astype(np.float32) + np.float32(added)
             for view, part in zip(views, columns, strict=True):
-                self._store(view[first:last], rows[:, part], name)
-
-    def _store(self, view: NDArray[Any], rows: NDArray[Any], name: str) -> None:
-        with np.errstate(over="raise"):
-            try:
-                view[...] = rows
-            except FloatingPointError as error:
-                problem = f"{name} has values over {view.dtype}: take bfloat16 or float32"
-                raise WeightsError(clip(f"{self._source.label}: {problem}")) from error
+                cast_into(view[first:last], rows[:, part], self._source.label, name)
 
 
 def _runs(place: Place, shard: Shard, num_rows: int) -> Iterator[tuple[Any, int, int]]:

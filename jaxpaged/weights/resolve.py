@@ -9,13 +9,20 @@ from typing import Any, Literal
 import huggingface_hub
 
 from jaxpaged.errors import ConfigError, WeightsError
+from jaxpaged.weights.manifest import MANIFEST, WEIGHTS
 from jaxpaged.weights.safetensors import INDEX, SINGLE
 from jaxpaged.weights.source import clip
 
-type LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+type LoadFormat = Literal["auto", "orbax", "safetensors", "gguf", "dummy"]
+type Kind = Literal["orbax", "safetensors", "gguf"]
 
 SMALL_FILES = ("*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja")
 IGNORED_FILES = ("original/*", "consolidated*")
+KINDS: dict[Kind, str] = {
+    "orbax": "an Orbax checkpoint",
+    "safetensors": "no GGUF file and no Orbax checkpoint",
+    "gguf": "GGUF",
+}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -24,7 +31,7 @@ class Checkpoint:
     """`path` is a folder with config.json, or a GGUF file."""
 
     path: Path
-    is_gguf: bool
+    kind: Kind
 
 
 def find_checkpoint(
@@ -42,13 +49,10 @@ def find_checkpoint(
     if not path.exists():
         path = _fetch(str(path_or_id), load_format, revision)
     checkpoint = _identify(path)
-    if load_format == "gguf" and not checkpoint.is_gguf:
-        raise ConfigError(clip(f"load_format is gguf, {path.name} is none: leave it at auto"))
-    if load_format == "safetensors" and checkpoint.is_gguf:
-        raise ConfigError(
-            clip(f"load_format is safetensors, {path.name} is GGUF: leave it at auto")
-        )
-    if load_format != "dummy" and not checkpoint.is_gguf:
+    if load_format not in ("auto", "dummy", checkpoint.kind):
+        said = f"load_format is {load_format}, {path.name} is {KINDS[checkpoint.kind]}"
+        raise ConfigError(clip(f"{said}: leave it at auto"))
+    if load_format != "dummy" and checkpoint.kind == "safetensors":
         _check_weights(checkpoint.path)
     return checkpoint
 
@@ -79,12 +83,12 @@ def _identify(path: Path) -> Checkpoint:
             raise ConfigError(
                 clip(f"{path.name} is a file: name a folder with config.json, or a .gguf file")
             )
-        return Checkpoint(path, is_gguf=True)
+        return Checkpoint(path, "gguf")
     if (path / "config.json").is_file():
-        return Checkpoint(path, is_gguf=False)
+        return Checkpoint(path, "orbax" if (path / MANIFEST).is_file() else "safetensors")
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
-        return Checkpoint(ggufs[0], is_gguf=True)
+        return Checkpoint(ggufs[0], "gguf")
     if ggufs:
         raise ConfigError(clip(f"{path.name} holds {len(ggufs)} GGUF files: name one of them"))
     raise ConfigError(
@@ -103,6 +107,9 @@ def _check_weights(folder: Path) -> None:
                 "convert them to safetensors"
             )
         )
+    if (folder / WEIGHTS).is_dir():
+        problem = f"{folder.name} has Orbax weights and no {MANIFEST}, which is written last"
+        raise WeightsError(clip(f"{problem}: convert the model again"))
     raise WeightsError(clip(f"{folder.name} has neither {SINGLE} nor {INDEX}"))
 
 

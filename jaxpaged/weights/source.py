@@ -4,7 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
+
+from jaxpaged.errors import WeightsError
 
 MAX_ERROR_CHARS = 300
 
@@ -34,6 +37,16 @@ class TensorSource(Protocol):
     def read_into(self, name: str, start: int, out: NDArray[Any]) -> bool:
         """Fill contiguous `out` with whole rows from `start`, if the file has them in its type."""
         ...
+
+
+def cast_into(view: NDArray[Any], values: NDArray[Any], label: str, name: str) -> None:
+    """Store values in the view's type, or refuse those that it cannot hold."""
+    with np.errstate(over="raise"):
+        try:
+            view[...] = values
+        except FloatingPointError as error:
+            problem = f"{name} has values over {view.dtype}: take bfloat16 or float32"
+            raise WeightsError(clip(f"{label}: {problem}")) from error
 
 
 def first_of(problems: Iterable[str], label: str) -> str:
