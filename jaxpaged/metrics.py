@@ -65,11 +65,11 @@ class _Speculation:
 class EngineMetrics:
     """All metrics of one engine. `load` is also the last state as plain numbers."""
 
-    def __init__(self, model_name: str, max_model_len: int):
+    def __init__(self, model_name: str, max_model_len: int, engine: int = 0):
         self.registry = CollectorRegistry()
         self.load = EngineLoad(0, 0, 0.0, 0, 0, 0, 0)
         self._speculation: _Speculation | None = None
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": str(engine)}
         lengths = _one_two_five(max_model_len)
         self._running = self._gauge("num_requests_running", "sequences in steps")
         self._waiting = self._gauge("num_requests_waiting", "sequences waiting")
@@ -125,7 +125,8 @@ class EngineMetrics:
 
     def cache_config(self, **fields: object) -> None:
         """Publish the pool's settings as labels of `vllm:cache_config_info`."""
-        names = {name: str(value) for name, value in fields.items()} | {"engine": "0"}
+        names = {name: str(value) for name, value in fields.items()}
+        names["engine"] = self._labels["engine"]
         info = Gauge("vllm:cache_config_info", "page pool", list(names), registry=self.registry)
         info.labels(**names).set(1)
 

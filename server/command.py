@@ -11,6 +11,8 @@ from pathlib import Path
 from jaxpaged.config.flags import config_from_args
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.engine.remote import WORKER, RemoteLLM
+from jaxpaged.engine.replica import ReplicaPolicy
+from jaxpaged.engine.replicas import ReplicaSet
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import ConfigError, JaxPagedError
 from server.app import create_app
@@ -78,10 +80,15 @@ async def _serve(
 
 async def _start(config: EngineConfig, settings: ServerSettings, worker: str) -> ServedEngine:
     """The engine in a process of its own, where parsing and writing HTTP cannot delay its steps."""
-    show_progress = sys.stderr.isatty()
+    log_level, show_progress = settings.log_level, sys.stderr.isatty()
+    if config.parallel.data_parallel_size > 1 and settings.engine_process:
+        policy = ReplicaPolicy(settings.limits.watchdog_timeout_s)
+        return await ReplicaSet.start(
+            config, log_level=log_level, show_progress=show_progress, module=worker, policy=policy
+        )
     if settings.engine_process:
         return await RemoteLLM.start(
-            config, log_level=settings.log_level, show_progress=show_progress, module=worker
+            config, log_level=log_level, show_progress=show_progress, module=worker
         )
     from jaxpaged.engine.async_engine import AsyncLLM  # brings JAX, which takes seconds
 

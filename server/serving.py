@@ -173,11 +173,11 @@ async def _tell_rates(engine: ServedEngine) -> None:
 
 
 async def _tokens(engine: ServedEngine) -> list[float]:
-    """Prompt and output tokens since start."""
+    """Prompt and output tokens since start, of all replicas."""
     text = (await engine.metrics_text()).decode()
     names = ("prompt_tokens", "generation_tokens")
-    found = [re.search(rf"^vllm:{name}_total\S* (\S+)$", text, re.MULTILINE) for name in names]
-    return [float(match[1]) if match else 0.0 for match in found]
+    found = [re.findall(rf"^vllm:{name}_total\S* (\S+)$", text, re.MULTILINE) for name in names]
+    return [sum(map(float, values)) for values in found]
 
 
 def _where(listening: socket.socket) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxpaged import __version__
+from jaxpaged.engine.served import ReplicaStatus
 from jaxpaged.openai.chunks import encode
 from server.auth import KEY_ID
 from server.errors import HttpError
@@ -57,16 +58,33 @@ async def request_explained(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 with nothing in it; 503 with one word once requests cannot be served."""
+    """200 with nothing in it; 503 with one word once requests cannot be served.
+
+    While some replicas serve and others do not: 200, with how each fares.
+    """
     server = request.app[SERVER]
-    trouble = None
+    limit_s, trouble = server.limits.stall_timeout_s, None
     if not server.engine.is_running:
         trouble = "stopped"
     elif server.is_draining:
         trouble = "draining"
-    elif server.engine.seconds_without_progress > server.limits.stall_timeout_s:
+    elif server.engine.seconds_without_progress > limit_s:
         trouble = "stalled"
-    return web.Response() if trouble is None else _json({"status": trouble}, 503)
+    if trouble is not None:
+        return _json({"status": trouble}, 503)
+    replicas = [_replica(status, limit_s) for status in server.engine.replicas()]
+    if any(replica["state"] != "ready" for replica in replicas):
+        return _json({"status": "degraded", "replicas": replicas})
+    return web.Response()
+
+
+def _replica(status: ReplicaStatus, stall_timeout_s: float) -> dict[str, object]:
+    is_stalled = status.seconds_without_progress > stall_timeout_s
+    return {
+        "engine": status.engine,
+        "state": "stalled" if is_stalled else status.state,
+        "restarts": status.num_restarts,
+    }
 
 
 async def live(request: web.Request) -> web.Response:

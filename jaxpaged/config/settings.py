@@ -6,7 +6,7 @@ goes into a new object by `dataclasses.replace`. None means: not set, the model 
 
 # pyright: reportUnnecessaryIsInstance=false
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxpaged.config.speculation import Speculation, speculation_from
@@ -184,14 +184,19 @@ class ParallelSettings:
     pipeline_parallel_size: int = setting(
         1, "groups of devices that take the layers in order", aliases=("-pp",)
     )
-    data_parallel_size: int = setting(1, "replicas of the whole", aliases=("-dp",))
+    data_parallel_size: int = setting(
+        1, "replicas of the whole, each a process with devices of its own", aliases=("-dp",)
+    )
+    data_parallel_rank: int = setting(
+        0, "number of the (first) replica: the label `engine` of its metrics"
+    )
+    device_ids: tuple[int, ...] = setting(
+        (), "GPUs to use, as JAX numbers them (default: as many of the first as are needed)"
+    )
 
     def __post_init__(self):
-        _check("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_DEVICES)
-        _check("pipeline_parallel_size", self.pipeline_parallel_size, 1, MOST_DEVICES)
-        if self.data_parallel_size != 1:
-            raise ConfigError(
-                f"data_parallel_size is {self.data_parallel_size}: allowed in this version is 1"
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            _check(name, getattr(self, name), 1, MOST_DEVICES)
             )
 
 

@@ -29,6 +29,7 @@ from jaxpaged.core.recording import RecordedScheduler
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.advice import memory_explained, plan_or_refuse
 from jaxpaged.engine.capacity import MemoryPlan, tree_bytes
+from jaxpaged.engine.devices import use_devices
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.inputs import InputProcessor
@@ -89,6 +90,7 @@ def build_engine(
         raise ConfigError("this version runs on one device: leave out --tensor-parallel-size")
     phases: dict[str, float] = {}
     limit_device_memory(config.cache.gpu_memory_utilization)
+    use_devices(config.parallel)
     with _timed(phases, "device"):
         platform = jax.default_backend()
         dtype = model_dtype(config.model.dtype, platform)
@@ -115,7 +117,8 @@ def build_engine(
     with _timed(phases, "page pool"), memory_explained(plan):
         runner = Runner(model, loaded.params, programs.source.make_state(), programs)
     parts = _host_side(config, plan, processors)
-    metrics = EngineMetrics(_served_name(config), model.max_len)
+    rank = config.parallel.data_parallel_rank
+    metrics = EngineMetrics(_served_name(config), model.max_len, rank)
     metrics.cache_config(
         block_size=config.cache.page_size,
         num_gpu_blocks=parts.scheduler.pool.num_pages,

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 import uuid
-from typing import Any
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
@@ -34,6 +36,46 @@ WORKER = "jaxpaged.engine.worker"
 CLOSE_S = 4.0  # for the process to end by itself
 DUMP_S = 0.5  # likewise, for one that hangs: enough to write its stacks
 SILENCE_S = 2.0  # without a sign of life before it counts as standing still
+
+
+class FrontTexts(NamedTuple):
+    """What the front needs of a model."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+class Order(NamedTuple):
+    """All that an engine is told of a request, in the order of `Submit`'s fields."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+    key_name: str
+    pin: Pin | None
+
+
+async def with_place(config: EngineConfig) -> EngineConfig:
+    """The configuration with its model found, or fetched, and named."""
+    given = config.model
+    found = await asyncio.to_thread(find_checkpoint, given.model, given.load_format, given.revision)
+    names = given.served_model_name or (given.model,)
+    model = dataclasses.replace(given, model=str(found.path), served_model_name=names)
+    return dataclasses.replace(config, model=model)
+
+
+def replica_config(config: EngineConfig, index: int) -> EngineConfig:
+    """The configuration of one replica, with devices of its own."""
+    return dataclasses.replace(config, parallel=config.parallel.replica(index))
+
+
+async def load_texts(config: EngineConfig) -> FrontTexts:
+    """Read tokenizer and chat template, in a worker thread."""
+    model = config.model
+    tokenizer = await asyncio.to_thread(tokenizer_for, model, Path(model.model))
+    return FrontTexts(tokenizer, template_for(model, tokenizer))
 
 
 class RemoteLLM(ServedEngine):
@@ -69,13 +111,15 @@ class RemoteLLM(ServedEngine):
             ConfigError, WeightsError: as the loading itself.
             EngineStopped: the process ended without a word.
         """
-        given = config.model
-        found = await asyncio.to_thread(
-            find_checkpoint, given.model, given.load_format, given.revision
-        )
-        names = given.served_model_name or (given.model,)
-        model = dataclasses.replace(given, model=str(found.path), served_model_name=names)
-        config = dataclasses.replace(config, model=model)
+        config = replica_config(await with_place(config), 0)
+        texts = asyncio.create_task(load_texts(config))
+        return await cls.open(Start(config, log_level, show_progress), texts, module)
+
+    @classmethod
+    async def open(
+        cls, start: Start, texts: Awaitable[FrontTexts], module: str = WORKER
+    ) -> "RemoteLLM":
+        """As `start`, of a model whose place is known, and whose texts are being loaded."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -84,9 +128,8 @@ class RemoteLLM(ServedEngine):
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(EngineConnection, sock=ours)
         try:
-            connection.send(Start(config, log_level, show_progress))
-            tokenizer = await asyncio.to_thread(tokenizer_for, model, found.path)
-            template = template_for(model, tokenizer)
+            connection.send(start)
+            tokenizer, template = await texts
             ready = await connection.ready
         except BaseException:
             process.kill()
@@ -107,6 +150,11 @@ class RemoteLLM(ServedEngine):
     @property
     def max_model_len(self) -> int:
         return self._ready.max_model_len
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings with what the planner filled in."""
+        return self._ready.config
 
     @property
     def model_settings(self) -> ModelSettings:
@@ -154,27 +202,47 @@ class RemoteLLM(ServedEngine):
         The caller must `release` it, whatever happens.
         """
         text, ids = await self.encode(prompt)
-        connection, request_id = self._connection, request_id or uuid.uuid4().hex
+        order = Order(
+            request_id or uuid.uuid4().hex,
+            ids,
+            sampling_params,
+            priority,
+            cache_salt,
+            key_name,
+            pin,
+        )
+        return await self.submit_order(order, sink), text
+
+    async def submit_order(self, order: Order, sink: EventSink) -> Request:
+        """Likewise, of a prompt that is encoded and checked."""
+        connection, request_id = self._connection, order.request_id
         if request_id in self._sinks:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
         call_id, answer = connection.next_call()
         self._sinks[request_id] = sink
         try:
-            connection.send(
-                Submit(
-                    call_id, request_id, ids, sampling_params, priority, cache_salt, key_name, pin
-                )
-            )
+            connection.send(Submit(call_id, *order))
             max_tokens, seed = await answer
         except BaseException:
             answer.cancel()
             self.release(request_id, is_finished=False)
             raise
         now, none = time.monotonic(), frozenset[int]()
-        request = Request(
-            request_id, tuple(ids), sampling_params, max_tokens, seed, now, none, priority
+        return Request(
+            request_id,
+            tuple(order.token_ids),
+            order.params,
+            max_tokens,
+            seed,
+            now,
+            none,
+            order.priority,
         )
-        return request, text
+
+    def redirect(self, request_id: str, sink: EventSink) -> None:
+        """Send what else comes of a request to another sink."""
+        if request_id in self._sinks:
+            self._sinks[request_id] = sink
 
     def release(self, request_id: str, *, is_finished: bool) -> None:
         """Forget a request that was submitted; one that has not finished is aborted."""

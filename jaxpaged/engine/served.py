@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.config.settings import ModelSettings
@@ -17,8 +18,21 @@ from jaxpaged.metrics import EngineLoad
 from jaxpaged.text.templates import ChatTemplate
 
 
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """How one of several replicas fares."""
+
+    engine: int
+    state: str  # ready, restarting, out
+    seconds_without_progress: float
+    num_restarts: int
+
+
 class ServedEngine(ABC):
-    """`AsyncLLM` in a thread or `RemoteLLM` in a process. All of it is used in one event loop."""
+    """`AsyncLLM` in a thread, `RemoteLLM` in a process or `ReplicaSet` in several.
+
+    All of it is used in one event loop.
+    """
 
     def __init__(self, inputs: InputProcessor, template: ChatTemplate | None, sinks: Sinks):
         self.tokenizer = inputs.tokenizer
@@ -58,6 +72,10 @@ class ServedEngine(ABC):
     @property
     @abstractmethod
     def seconds_without_progress(self) -> float: ...
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """How each replica fares, where there are several."""
+        return []
 
     @abstractmethod
     async def metrics_text(self) -> bytes:

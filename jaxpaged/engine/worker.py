@@ -14,9 +14,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxpaged.core.request import TokenEvent
-from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.wire import (
     Beat,
     Call,
@@ -34,6 +34,9 @@ from jaxpaged.engine.wire import (
     to_engine,
 )
 from jaxpaged.errors import EngineStopped, InvariantError, JaxPagedError
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.async_engine import AsyncLLM
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class _Failures:
 class Worker:
     """Does what the front asks of one engine, until the front or the engine is gone."""
 
-    def __init__(self, llm: AsyncLLM, sock: socket.socket):
+    def __init__(self, llm: "AsyncLLM", sock: socket.socket):
         self._llm, self._sock = llm, sock
         self._loop = asyncio.get_running_loop()
         self._sender = Sender(sock, self._flush_later)
@@ -204,7 +207,7 @@ class Worker:
             self._loop.remove_writer(self._sock)
 
 
-def main(make: Callable[[Start], AsyncLLM] | None = None) -> int:
+def main(make: "Callable[[Start], AsyncLLM] | None" = None) -> int:
     """Load what the first message says, and serve it. `make` stands in for the loading in tests."""
     _follow_the_front()
     with socket.socket(fileno=int(sys.argv[1])) as sock:
@@ -223,11 +226,13 @@ def main(make: Callable[[Start], AsyncLLM] | None = None) -> int:
     return code
 
 
-async def _serve(llm: AsyncLLM, sock: socket.socket) -> int:
+async def _serve(llm: "AsyncLLM", sock: socket.socket) -> int:
     return await Worker(llm, sock).run()
 
 
-def _load(start: Start) -> AsyncLLM:
+def _load(start: Start) -> "AsyncLLM":
+    from jaxpaged.engine.async_engine import AsyncLLM  # brings JAX, which takes seconds
+
     return AsyncLLM.from_config(start.config, show_progress=start.show_progress)
 
 

@@ -15,18 +15,19 @@ import pytest
 from tests.support.models import write_model
 
 WORKER = "tests.support.fake_worker"
-SERVE = f"import sys; from server.command import main; sys.exit(main(worker={WORKER!r}))"
+THIN = "tests.support.thin_worker"
+SERVE = "import sys; from server.command import main; sys.exit(main(worker={!r}))"
 BODY = {"prompt": "ABC", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": 300}
 
 
 class Server:
     """A server over the successor model; keywords are the faults of its engine."""
 
-    def __init__(self, folder: Path, *flags: str, **faults):
+    def __init__(self, folder: Path, *flags: str, worker: str = WORKER, **faults):
         model = str(write_model("S", folder))
         settings = [f"--hf-overrides={json.dumps(faults)}", "--host=127.0.0.1", "--port=0"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, model, *settings, *flags],
+            [sys.executable, "-c", SERVE.format(worker), model, *settings, *flags],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -89,8 +90,8 @@ class Server:
 def serve(tmp_path: Path):
     made: list[Server] = []
 
-    def start(*flags: str, **faults) -> Server:
-        made.append(Server(tmp_path, *flags, **faults))
+    def start(*flags: str, **options) -> Server:
+        made.append(Server(tmp_path, *flags, **options))
         return made[-1]
 
     yield start
@@ -124,6 +125,23 @@ def test_a_step_that_raises_is_told_to_all_and_ends_with_1(serve):
     assert server.process.wait(10) == 1
     assert time.monotonic() - begun < 5
     assert "broken on purpose" in "".join(server.said)
+
+
+def test_a_replica_that_dies_degrades_health_and_the_other_finishes_its_streams(serve):
+    server = serve("-dp=2", worker=THIN, fault="exit", step=50, rank=1, step_s=0.01)
+    assert server.send("GET", "/health") == (200, b"")
+    threads, answers = server.streams(4)
+    while not (body := server.send("GET", "/health")[1]):
+        time.sleep(0.02)
+    ready, gone = json.loads(body)["replicas"]
+    assert json.loads(body)["status"] == "degraded"
+    assert (ready["state"], gone["state"], gone["engine"]) == ("ready", "restarting", 1)
+    for thread in threads:
+        thread.join(30)
+    ends = sorted(data.endswith(b"[DONE]\n\n") and b"server_error" not in data for _, data in answers)
+    assert ends == [False, False, True, True]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
 
 
 @pytest.mark.slow
