@@ -197,6 +197,32 @@ class ParallelSettings:
     def __post_init__(self):
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             _check(name, getattr(self, name), 1, MOST_DEVICES)
+        _check("data_parallel_rank", self.data_parallel_rank, 0, 2**16)
+        self._check_device_ids()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def replica(self, index: int) -> "ParallelSettings":
+        """The settings of one replica: its share of the devices, in their order."""
+        num, total = self.num_devices, self.num_devices * self.data_parallel_size
+        ids = (self.device_ids or tuple(range(total)))[index * num : (index + 1) * num]
+        rank = self.data_parallel_rank + index
+        return replace(self, data_parallel_size=1, data_parallel_rank=rank, device_ids=ids)
+
+    def _check_device_ids(self) -> None:
+        ids, total = self.device_ids, self.num_devices * self.data_parallel_size
+        if not ids:
+            return
+        for device_id in ids:
+            _check("device_ids", device_id, 0, 2**16)
+        if len(set(ids)) != len(ids) or len(ids) != total:
+            raise ConfigError(
+                f"device_ids are {','.join(map(str, ids))}: {total} different ones are needed, for "
+                f"tensor {self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x "
+                f"data parallel {self.data_parallel_size}"
             )
 
 

@@ -65,6 +65,11 @@ class AsyncLLM(ServedEngine):
         return self._parts
 
     @property
+    def config(self) -> EngineConfig:
+        """The settings with what the planner filled in."""
+        return self._parts.config
+
+    @property
     def metrics(self) -> EngineMetrics:
         return self._engine.metrics
 

@@ -117,17 +117,7 @@ def build_engine(
     with _timed(phases, "page pool"), memory_explained(plan):
         runner = Runner(model, loaded.params, programs.source.make_state(), programs)
     parts = _host_side(config, plan, processors)
-    rank = config.parallel.data_parallel_rank
-    metrics = EngineMetrics(_served_name(config), model.max_len, rank)
-    metrics.cache_config(
-        block_size=config.cache.page_size,
-        num_gpu_blocks=parts.scheduler.pool.num_pages,
-        cache_dtype=np.dtype(dtype).name,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-    )
-    if config.scheduler.speculation is not None:
-        metrics.enable_speculation(config.scheduler.speculation.num_speculative_tokens)
+    metrics = _metrics(config, plan, dtype)
     engine = Engine(
         runner,
         parts.scheduler,
@@ -151,6 +141,21 @@ def build_engine(
     log.info("ready: %s", ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()))
     defaults = default_sampling_params(loaded.path, config)
     return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases, plan)
+
+
+def _metrics(config: EngineConfig, plan: MemoryPlan, dtype: np.dtype) -> EngineMetrics:
+    rank = config.parallel.data_parallel_rank
+    metrics = EngineMetrics(_served_name(config), plan.model.max_len, rank)
+    metrics.cache_config(
+        block_size=config.cache.page_size,
+        num_gpu_blocks=plan.num_pages,
+        cache_dtype=np.dtype(dtype).name,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+    )
+    if config.scheduler.speculation is not None:
+        metrics.enable_speculation(config.scheduler.speculation.num_speculative_tokens)
+    return metrics
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxpaged.config.flags import ArgumentParser, add_engine_flags, config_from_args
+from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.factory import build_engine
+from jaxpaged.engine.replicas import ReplicaSet
+from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import EngineStopped, JaxPagedError
 from jaxpaged.generate.job import run_lines
 from jaxpaged.generate.output import OutputFailed, OutputFile
@@ -91,37 +94,42 @@ def _run(args: argparse.Namespace) -> int:
     if args.prompt is None:
         path = None if args.output == "-" else Path(args.output)
         output = OutputFile(path, sys.stdout.buffer, resume=args.resume)
-    engine = AsyncLLM(build_engine(config))
+    return asyncio.run(_answer(config, args, output))
+
+
+async def _answer(config: EngineConfig, args: argparse.Namespace, output: OutputFile | None) -> int:
+    if config.parallel.data_parallel_size > 1:
+        engine = await ReplicaSet.start(config, log_level="warning")
+    else:
+        engine = AsyncLLM(build_engine(config))
     try:
         if output is None:
-            return asyncio.run(_one_prompt(engine, args))
-        return _file(engine, args, output)
+            return await _one_prompt(engine, args)
+        return await _file(engine, args, output)
     finally:
-        engine.close()
+        await asyncio.to_thread(engine.close)
 
 
-def _file(engine: AsyncLLM, args: argparse.Namespace, output: OutputFile) -> int:
-    slots = engine.parts.config.scheduler.max_num_seqs or 1
+async def _file(engine: AsyncLLM | ReplicaSet, args: argparse.Namespace, output: OutputFile) -> int:
+    rows = (engine.config.scheduler.max_num_seqs or 1) * max(1, len(engine.replicas()))
     start = time.monotonic()
     is_piped = args.input == "-"
     source = nullcontext(sys.stdin.buffer) if is_piped else open(args.input, "rb")  # noqa: SIM115
     with source as lines:
-        summary = asyncio.run(
-            run_lines(
-                engine,
-                lines,
-                output,
-                max_inflight=args.max_inflight or 4 * slots,
-                keep_order=args.order == "input",
-                show_progress=not args.no_progress and sys.stderr.isatty(),
-            )
+        summary = await run_lines(
+            engine,
+            lines,
+            output,
+            max_inflight=args.max_inflight or 4 * rows,
+            keep_order=args.order == "input",
+            show_progress=not args.no_progress and sys.stderr.isatty(),
         )
     output.close()
     sys.stderr.write(summary.text(time.monotonic() - start) + "\n")
     return SOME_FAILED if summary.num_failed else ANSWERED
 
 
-async def _one_prompt(engine: AsyncLLM, args: argparse.Namespace) -> int:
+async def _one_prompt(engine: ServedEngine, args: argparse.Namespace) -> int:
     """Stream one answer to standard output, and its speed to standard error."""
     params = SamplingParams(
         temperature=args.temperature,

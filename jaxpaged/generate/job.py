@@ -12,14 +12,14 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import CapacityError, GenerationFailed, RequestError
+from jaxpaged.errors import CapacityError, EngineStopped, GenerationFailed, RequestError
 from jaxpaged.generate.lines import CHAT, BadLine, Line, read_lines
 from jaxpaged.generate.output import OutputFile
 from jaxpaged.openai.answers import answer_body
 
 type Record = dict[str, Any]
 
-MAX_TRIES = 5  # of a line that met a full engine
+MAX_TRIES = 5  # of a line that met a full engine, or lost its replica
 
 
 @dataclass
@@ -140,6 +140,9 @@ async def _try_answer(engine: ServedEngine, line: Line) -> dict[str, Any]:
             if attempt == MAX_TRIES - 1:
                 raise
             await asyncio.sleep(error.retry_after_s)
+        except EngineStopped:  # one of several replicas; nothing of the answer was written yet
+            if attempt == MAX_TRIES - 1 or not (engine.replicas() and engine.is_running):
+                raise
     raise AssertionError("unreachable")
 
 

@@ -28,6 +28,14 @@ PAGE_SIZE = 16
 MAX_NUM_SEQS = 4
 MOST_PAGES = 1 + MAX_NUM_SEQS * 256 // PAGE_SIZE
 
+TINY_SETTINGS = {
+    "block_size": PAGE_SIZE,
+    "max_num_seqs": MAX_NUM_SEQS,
+    "num_gpu_blocks_override": MOST_PAGES,
+    "compile_cache_dir": "",
+    "max_model_len": 256,
+}
+
 # few sizes, so that a test run compiles little: every sampler can do what `full` does
 LADDER = BucketLadder(
     [
@@ -43,14 +51,7 @@ LADDER = BucketLadder(
 
 def tiny_parts(model: Path, **settings) -> EngineParts:
     """An engine with a page pool for MAX_NUM_SEQS sequences of 256 tokens, nothing compiled yet."""
-    given = {
-        "block_size": PAGE_SIZE,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "num_gpu_blocks_override": MOST_PAGES,
-        "compile_cache_dir": "",
-        "max_model_len": 256,
-    }
-    return build_engine(config_from_keywords(model=str(model), **given | settings))
+    return build_engine(config_from_keywords(model=str(model), **TINY_SETTINGS | settings))
 
 
 @dataclass
