@@ -14,6 +14,7 @@ COMMANDS = {
     "replay": ("jaxpaged.replay", "plan a recorded run again and compare"),
     "plan": ("jaxpaged.plan", "say what fits on a device before it is loaded"),
     "convert": ("jaxpaged.convert", "write a model as a checkpoint that loads faster"),
+    "env": ("jaxpaged.env", "say what is here: versions, devices, links, settings"),
     "bench": ("jaxpaged.bench.command", "measure throughput, latency and start-up"),
 }
 

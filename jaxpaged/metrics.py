@@ -5,7 +5,7 @@ engine has a registry of its own. Lengths are in tokens, times in seconds.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -64,6 +64,8 @@ class _Speculation:
 
 class EngineMetrics:
     """All metrics of one engine. `load` is also the last state as plain numbers."""
+
+    _memory: list[Gauge] | None = None  # of devices that tell it
 
     def __init__(self, model_name: str, max_model_len: int, engine: int = 0):
         self.registry = CollectorRegistry()
@@ -129,6 +131,19 @@ class EngineMetrics:
         names["engine"] = self._labels["engine"]
         info = Gauge("vllm:cache_config_info", "page pool", list(names), registry=self.registry)
         info.labels(**names).set(1)
+
+    def watch_memory(self, device: int, in_use: Callable[[], float], limit: float) -> None:
+        """Publish a device's memory in bytes; `in_use` is asked at every scrape."""
+        labels = self._labels | {"device": str(device)}
+        if self._memory is None:
+            kinds = ("memory_in_use_bytes", "memory_limit_bytes")
+            self._memory = [
+                Gauge(f"jaxpaged:device_{kind}", "of this process", list(labels),
+                      registry=self.registry)
+                for kind in kinds
+            ]  # fmt: skip
+        self._memory[0].labels(**labels).set_function(in_use)
+        self._memory[1].labels(**labels).set(limit)
 
     def prompt_added(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)

@@ -41,3 +41,11 @@ def test_requests_and_refusals_are_counted():
     assert value(metrics, "request_params_n_sum") == 3
     assert value(metrics, "admission_rejections_total", reason="max_num_queued_reqs") == 1
     assert value(metrics, "admission_rejections_total", reason="max_num_queued_tokens") == 0
+
+
+def test_the_memory_of_devices_is_asked_for_at_every_scrape():
+    metrics, in_use = EngineMetrics("m", 64, 3), [5.0, 7.0]
+    metrics.watch_memory(4, lambda: in_use.pop(0), 100)
+    name = 'jaxpaged:device_memory_in_use_bytes{device="4",engine="3",model_name="m"}'
+    assert f"{name} 5.0" in metrics.text().decode()
+    assert f"{name} 7.0" in metrics.text().decode()

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxpaged.config.settings import ParallelSettings
+from jaxpaged.engine.links import driver_ids, warn_of_slow_links
 from jaxpaged.errors import ConfigError
 
 
@@ -23,7 +24,15 @@ def use_devices(settings: ParallelSettings) -> None:
             "caller's process, which holds one replica: use jaxpaged serve or jaxpaged generate"
         )
     device_ids, num_gpus = settings.device_ids, count_gpus()
-    if not device_ids or os.environ.get("JAX_PLATFORMS") == "cpu":
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return
+    if num_gpus:
+        ids, tp = (
+            driver_ids(device_ids or range(settings.num_devices)),
+            settings.tensor_parallel_size,
+        )
+        warn_of_slow_links([ids[start : start + tp] for start in range(0, len(ids), tp)])
+    if not device_ids:
         return
     missing = [device_id for device_id in device_ids if device_id >= num_gpus]
     if num_gpus and missing:

@@ -34,7 +34,7 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
-from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device
+from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device, watch_devices
 from jaxpaged.engine.programs import Programs, ProgramSource
 from jaxpaged.engine.runner import Runner
 from jaxpaged.engine.swapping import swap_limits
@@ -146,6 +146,7 @@ def build_engine(
 def _metrics(config: EngineConfig, plan: MemoryPlan, dtype: np.dtype) -> EngineMetrics:
     rank = config.parallel.data_parallel_rank
     metrics = EngineMetrics(_served_name(config), plan.model.max_len, rank)
+    watch_devices(metrics, config.parallel.device_ids)
     metrics.cache_config(
         block_size=config.cache.page_size,
         num_gpu_blocks=plan.num_pages,

@@ -1,12 +1,16 @@
 """The device's memory: how much there is, and how much of it this process may take."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError
+from jaxpaged.metrics import EngineMetrics
 
 GIB = 2**30
 CPU_MARGIN = 0.8  # share of the host memory that is free which the pool may take
@@ -84,6 +88,19 @@ def named_device(name: str) -> DeviceMemory:
 def bytes_in_use() -> int:
     """What JAX holds on the device now; 0 where it does not tell, as on a CPU."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
+
+
+def watch_devices(metrics: EngineMetrics, device_ids: Sequence[int]) -> None:
+    """Have the memory of every device published, under the operator's numbers; not of a CPU's."""
+    for place, device in enumerate(jax.local_devices()):
+        stats = device.memory_stats()
+        if stats and "bytes_in_use" in stats:
+            number = device_ids[place] if place < len(device_ids) else device.id
+            metrics.watch_memory(number, partial(_in_use, device), stats.get("bytes_limit", 0))
+
+
+def _in_use(device: Any) -> int:
+    return (device.memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def _free_host_bytes() -> int:
