@@ -13,14 +13,20 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from jaxpaged.config.flags import ArgumentParser, json_object
 from jaxpaged.errors import ConfigError, JaxPagedError
+from jaxpaged.sharding import TENSOR, Placement
 from jaxpaged.text.tokenizer_files import TokenizerInfo, load
-
-if TYPE_CHECKING:
-    from jaxpaged.weights.loader import ModelFiles
+from jaxpaged.weights.loader import ModelFiles, open_model
+from jaxpaged.weights.manifest import MANIFEST, WEIGHTS, WeightRecord, write_manifest
+from jaxpaged.weights.orbax_writer import write_weights
+from jaxpaged.weights.placing import place_params
+from jaxpaged.weights.resolve import SMALL_FILES
+from jaxpaged.weights.safetensors import INDEX
 
 WRITTEN, CANNOT_CONVERT, INTERRUPTED = 0, 2, 130
 MOST_PARTS = 64
@@ -36,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 1 <= num_parts <= MOST_PARTS:
             allowed = f"allowed are 1 to {MOST_PARTS}"
             raise ConfigError(f"--tensor-parallel-size is {num_parts}, {allowed}")
-        import jax  # takes seconds
-
         jax.config.update("jax_platforms", "cpu")
         with suppress(RuntimeError):  # where JAX runs already, on the devices that it has
             jax.config.update("jax_num_cpu_devices", num_parts)
@@ -93,8 +97,6 @@ def convert(
         ConfigError: `out` is there already or cannot be made, or the model cannot be served.
         WeightsError: the weights are damaged or do not fit.
     """
-    from jaxpaged.weights.loader import open_model
-    from jaxpaged.weights.manifest import write_manifest
 
     if out.exists():
         raise ConfigError(f"{out} exists: name a directory that does not, or remove it")
@@ -120,31 +122,19 @@ def convert(
 
 
 def _one_device() -> Any:
-    import jax
-
-    from jaxpaged.sharding import TENSOR, Placement
-
     mesh = jax.make_mesh((1,), (TENSOR,), devices=jax.local_devices(backend="cpu")[:1])
     return Placement((mesh,))
 
 
-def _write_weights(folder: Path, files: "ModelFiles", num_parts: int) -> dict[str, Any]:
-    from jaxpaged.weights.manifest import WEIGHTS
-    from jaxpaged.weights.orbax_writer import write_weights
-    from jaxpaged.weights.placing import place_params
-
+def _write_weights(folder: Path, files: ModelFiles, num_parts: int) -> dict[str, WeightRecord]:
     with files.reading() as reader:
         return write_weights(
             folder / WEIGHTS, files.params, lambda part: place_params(part, reader, None), num_parts
         )
 
 
-def write_texts(folder: Path, files: "ModelFiles") -> None:
+def write_texts(folder: Path, files: ModelFiles) -> None:
     """Configuration, tokenizer and templates, as a folder from the hub has them."""
-    from jaxpaged.weights.manifest import MANIFEST
-    from jaxpaged.weights.resolve import SMALL_FILES
-    from jaxpaged.weights.safetensors import INDEX
-
     if files.gguf is not None:
         raw, info = load(files.path)
         raw.save(str(folder / "tokenizer.json"))

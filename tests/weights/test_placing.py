@@ -1,15 +1,15 @@
 """Shards of weights on meshes, from files that know nothing of meshes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpaged.config.settings import ParallelSettings
-from jaxpaged.sharding import make_placement, repeat_kv_heads
+from jaxpaged.sharding import make_placement
 from jaxpaged.weights import placing
 from jaxpaged.weights.loader import load_model, open_model
 from tests.support.checkpoints import golden_cases, tiny_tensors, write_checkpoint
+from tests.support.params import assert_laid_out
 from tests.weights.test_gguf import write_case
 
 CASES = golden_cases()
@@ -35,16 +35,7 @@ def test_every_device_gets_its_part_of_what_one_device_has(
         folder = write_case(tmp_path / "m.gguf", "llama", "llama", rope__freq_base=10000.0)[0]
     whole = load_model(folder, dtype=jnp.float32).params
     files = on_mesh(folder, num_shards, num_stages)
-    params = files.load().params
-
-    def check(path, wanted, full, part):
-        full = np.asarray(full)
-        if "qkv" in jax.tree_util.keystr(path):
-            full = repeat_kv_heads(full, part.shape[0])
-        assert part.sharding == wanted.sharding
-        np.testing.assert_array_equal(full, np.asarray(part))
-
-    jax.tree_util.tree_map_with_path(check, files.params, whole, params)
+    assert_laid_out(files, whole, files.load().params)
 
 
 def test_shards_are_cast_and_take_turns_when_memory_is_short(folder, monkeypatch):
