@@ -101,6 +101,8 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     one = router.add_resource("/v1/responses/{response_id}", name="response")
     one.add_route("GET", responses.retrieve)
     one.add_route("DELETE", responses.delete)
+    items = router.add_resource("/v1/responses/{response_id}/input_items", name="input_items")
+    items.add_route("GET", responses.listed_input)
     router.add_post("/v1/responses/{response_id}/cancel", responses.cancel, name="cancel_response")
     router.add_post("/v1/messages", messages.messages, name="messages")
     router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")

@@ -56,6 +56,7 @@ _TYPES = {
     503: "overloaded_error",
     507: "server_error",
 }
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error"}
 
 
 def status_of(error: BaseException) -> int:
@@ -69,8 +70,11 @@ def status_of(error: BaseException) -> int:
 
 def error_body(error: BaseException, path: str = "") -> bytes:
     """The JSON of an error."""
-    outer = {"type": "error"} if path.startswith(MESSAGES) else {}  # Anthropic's shape has both
-    return msgspec.json.encode(outer | {"error": error_fields(error)})
+    fields = error_fields(error)
+    if MESSAGES not in path:
+        return msgspec.json.encode({"error": fields})
+    fields["type"] = _ANTHROPIC_TYPES.get(status_of(error), fields["type"])
+    return msgspec.json.encode({"type": "error", "error": fields})
 
 
 def error_fields(error: BaseException) -> dict[str, Any]:

@@ -6,25 +6,29 @@ from contextlib import ExitStack, aclosing
 from aiohttp import web
 
 from jaxpaged.engine.outputs import RequestOutput
-from jaxpaged.errors import RequestError
+from jaxpaged.errors import RateLimited, RequestError
 from jaxpaged.openai.answers import check_output, outputs_of
-from jaxpaged.openai.chat import ChatForm, chat_job, client_field
 from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.responses.answer import Fields, ResponseAnswer
-from jaxpaged.openai.responses.convert import chat_request, input_messages
+from jaxpaged.openai.responses.convert import (
+    chat_request,
+    input_items,
+    input_messages,
+    naming_its_fields,
+)
+from jaxpaged.openai.responses.job import collect, response_job
 from jaxpaged.openai.responses.schema import ResponsesRequest, read_responses
 from jaxpaged.openai.responses.store import ResponseStore, StoredResponse
 from server.answering import stream_outputs
 from server.auth import KEY_ID
 from server.errors import HttpError, error_fields, log_refusal
+from server.paging import not_after, order_asked, page_asked, page_of
 from server.sse import EventStream
-from server.state import SERVER, read_body
+from server.state import RETRY_AFTER_S, SERVER, read_body
 
 STORE = web.AppKey("responses", ResponseStore)
-
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
-          "response_format": "text.format"}  # fmt: skip
+MAX_BACKGROUND = 256  # that run at a time, of one key
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -36,21 +40,15 @@ async def create(request: web.Request) -> web.StreamResponse:
         model = server.check_model(body.model)
         history = store.history(body.previous_response_id, key_id)
         chat = chat_request(body, history)
-        try:
-            job = await chat_job(chat, server.engine, usage, model=model, key_id=key_id)
-            assert isinstance(job.form, ChatForm)
-            number = job.envelope.answer_id.removeprefix("chatcmpl-")
-            answer = ResponseAnswer(body, model, number, job.form.parsed(), usage)
+        with naming_its_fields(chat):
+            asker = {"model": model, "key_id": key_id}
+            job, answer = await response_job(body, chat, server.engine, usage, **asker)
             messages = [*history, *input_messages(body.input)]
-            stored = StoredResponse(key_id, answer, messages, len(data))
+            stored = StoredResponse(key_id, answer, messages, input_items(body.input), len(data))
             work.enter_context(server.open(job))
             if body.background:
                 return await _start(request, store, stored, body, job, work.pop_all())
             return await _answer(request, store, stored, body, job)
-        except RequestError as error:
-            param = client_field(chat, error.param)
-            error.param = _NAMES.get(param or "", param)
-            raise
 
 
 async def _answer(
@@ -61,18 +59,15 @@ async def _answer(
     job: Job,
 ) -> web.StreamResponse:
     """Answer now; a client that leaves ends it."""
-    writer = _Writer(stored.answer)
-    server = request.app[SERVER]
-    async with aclosing(outputs_of(job, server.engine)) as outputs:
-        if body.stream:
-            response = await stream_outputs(request, server, outputs, writer)
-        else:
-            stored.answer.begin()
-            async for _, output in outputs:
-                check_output(output)
-                stored.answer.take(output)
-            response = _json(stored.answer.fields)
-    if body.store is not False:
+    engine = request.app[SERVER].engine
+    if body.stream:
+        async with aclosing(outputs_of(job, engine)) as outputs:
+            response = await stream_outputs(
+                request, request.app[SERVER], outputs, _Writer(stored.answer)
+            )
+    else:
+        response = _json(await collect(job, stored.answer, engine))
+    if body.store is not False and stored.answer.is_ended:  # else its client has left
         store.add(stored)
     return response
 
@@ -86,6 +81,11 @@ async def _start(
     work: ExitStack,
 ) -> web.StreamResponse:
     """Answer in the background: whoever started it may leave."""
+    number = store.num_open(stored.key_id)
+    if number >= MAX_BACKGROUND:
+        work.close()
+        told = f"{number} responses of this key run in the background, the most: wait for one"
+        raise RateLimited(told, retry_after_s=RETRY_AFTER_S)
     store.add(stored)
     queued = _json(stored.answer.fields)
     stored.task = asyncio.create_task(_run(request, stored, job, work))
@@ -119,6 +119,19 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     return _json(stored.answer.fields)
 
 
+async def listed_input(request: web.Request) -> web.Response:
+    """The items that a response was made of, without those of the ones before it."""
+    items, (after, limit) = _stored(request).items, page_asked(request)
+    if order_asked(request) == "desc":
+        items = items[::-1]
+    if after is not None:
+        places = [place for place, item in enumerate(items, 1) if item["id"] == after]
+        if not places:
+            raise not_after(after)
+        items = items[places[0] :]
+    return _json(page_of(items, limit))
+
+
 async def cancel(request: web.Request) -> web.Response:
     stored = _stored(request)
     if stored.task is None:
@@ -133,7 +146,7 @@ async def delete(request: web.Request) -> web.Response:
     if stored.task is not None:
         stored.task.cancel()
     name = stored.answer.fields["id"]
-    request.app[STORE].delete(name)
+    request.app[STORE].delete(stored)
     return _json({"id": name, "object": "response", "deleted": True})
 
 

@@ -7,10 +7,12 @@ from jaxpaged.errors import RequestError
 from jaxpaged.generate.lines import CHAT, COMPLETIONS
 from jaxpaged.openai.answers import answer_body
 from jaxpaged.openai.prompts import as_object
+from jaxpaged.openai.responses.job import answer_response
 from server.errors import HttpError
 from server.state import ServerState
 
-ENDPOINTS = (CHAT, COMPLETIONS)
+RESPONSES = "/v1/responses"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
 
 
 async def answer(
@@ -26,14 +28,12 @@ async def answer(
         model = server.check_model(named if named is None else str(named))
     except HttpError as error:
         raise RequestError(str(error), param=error.param) from None
+    asker = {"model": model, "key_id": key_id}
+    if endpoint == RESPONSES:
+        return await answer_response(server.engine, body, priority=BACKGROUND, **asker)
     kwargs = as_object(body.get("chat_template_kwargs") or {})
     if endpoint == CHAT and server.limits.template_defaults and kwargs is not None:
         body = body | {"chat_template_kwargs": {**server.limits.template_defaults, **kwargs}}
     return await answer_body(
-        server.engine,
-        body,
-        is_chat=endpoint == CHAT,
-        model=model,
-        key_id=key_id,
-        priority=BACKGROUND,
+        server.engine, body, is_chat=endpoint == CHAT, priority=BACKGROUND, **asker
     )

@@ -12,17 +12,17 @@ from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.schema import decode_body
 from server.auth import KEY_ID
 from server.batching.answers import ENDPOINTS
-from server.batching.records import Batch, page_of
+from server.batching.records import Batch
 from server.batching.requests import (
     BatchRequest,
     id_of,
     json,
     owner_of,
-    page_asked,
     runner_of,
     store_of,
     unknown,
 )
+from server.paging import page_asked, page_of
 from server.state import SERVER, read_body
 
 MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512  # of metadata
@@ -44,7 +44,7 @@ async def create(request: web.Request) -> web.Response:
 async def listed(request: web.Request) -> web.Response:
     store, (after, limit) = store_of(request), page_asked(request)
     found = await store.run(store.db.page, Batch, owner_of(request), after, limit + 1)
-    return json(page_of(found, limit))
+    return json(page_of([batch.fields() for batch in found], limit))
 
 
 async def retrieve(request: web.Request) -> web.Response:

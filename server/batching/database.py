@@ -4,11 +4,12 @@ import dataclasses
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxpaged.errors import ConfigError, RequestError
 from server.batching.records import INPUT, OPEN, Batch, StoredFile
 from server.errors import HttpError
+from server.paging import Order, not_after
 
 VERSION = 1
 MAX_FILES = 2000  # of one key
@@ -16,7 +17,6 @@ MAX_OPEN_BATCHES = 100  # likewise
 BUSY_S = 5.0
 
 type Row = StoredFile | Batch
-type Order = Literal["asc", "desc"]
 
 _TABLES = {StoredFile: ("files", "file_id"), Batch: ("batches", "batch_id")}
 
@@ -82,7 +82,7 @@ class Database:
             values.append(purpose)
         if after is not None:
             if self.get(kind, after, owner) is None:
-                raise RequestError(f"after: there is no {after[:100]!r}", param="after")
+                raise not_after(after)
             sign = "<" if order == "desc" else ">"
             wanted.append(f"number {sign} (SELECT number FROM {table} WHERE {key} = ?)")
             values.append(after)

@@ -7,10 +7,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxpaged.errors import RequestError
 from server.auth import KEY_ID
-from server.batching.records import INPUT, StoredFile, page_of
-from server.batching.requests import id_of, json, owner_of, page_asked, store_of, unknown
+from server.batching.records import INPUT, StoredFile
+from server.batching.requests import id_of, json, owner_of, store_of, unknown
 from server.batching.store import Upload
 from server.errors import HttpError
+from server.paging import order_asked, page_asked, page_of
 from server.state import SERVER
 
 CHUNK = 2**20  # bytes between two writes to the disk
@@ -37,15 +38,13 @@ async def upload(request: web.Request) -> web.Response:
 
 async def listed(request: web.Request) -> web.Response:
     store, (after, limit) = store_of(request), page_asked(request)
-    order = request.query.get("order", "desc")
-    if order != "asc" and order != "desc":
-        raise RequestError("order must be asc or desc", param="order")
+    order = order_asked(request)
     purpose = request.query.get("purpose")
     purpose = None if purpose is None else purpose.encode("utf-8", "replace").decode()
     found = await store.run(
         store.db.page, StoredFile, owner_of(request), after, limit + 1, order, purpose
     )
-    return json(page_of(found, limit))
+    return json(page_of([file.fields() for file in found], limit))
 
 
 async def retrieve(request: web.Request) -> web.Response:

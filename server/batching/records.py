@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
@@ -105,16 +105,3 @@ class Batch:
 def stamp(status: Status) -> dict[str, Any]:
     """The columns that say since when a batch has a status."""
     return {"status": status, f"{status}_at": int(time.time())}
-
-
-def page_of(rows: list[StoredFile] | list[Batch], limit: int) -> dict[str, Any]:
-    """A page of a list, of `limit` rows and perhaps one more, which tells that there are more."""
-    data = [row.fields() for row in rows[:limit]]
-    ids = cast("list[str]", [fields["id"] for fields in data])
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
-        "has_more": len(rows) > limit,
-    }

@@ -4,6 +4,7 @@ import anthropic
 import msgspec
 import pytest
 
+from server.state import ServerLimits
 from tests.server.conftest import Reply, Running
 from tests.server.test_tools import ARGUMENTS, HERMES, SHOWS_ALL, TWO_CALLS
 
@@ -192,8 +193,20 @@ async def test_what_cannot_be_answered_is_refused_by_name(server, more, param):
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+async def test_errors_have_anthropics_shape_also_under_a_prefix(start):
+    limits = ServerLimits(root_path="/llm", max_request_bytes=1000)
+    server = await start(limits=limits)
+    large = await server.post(ask("x" * 2000), f"/llm{PATH}")
+    assert (large.status, large.body["type"]) == (413, "error")
+    assert large.error["type"] == "request_too_large"
+    wrong = await server.post(ask(max_tokens="x"), f"/llm{COUNT}")
+    assert wrong.status == 200  # counting asks nothing of max_tokens
+    wrong = await server.post({"messages": "x"}, f"/llm{COUNT}")
+    assert (wrong.status, wrong.body["type"]) == (400, "error")
+
+
 async def test_an_error_in_a_stream_is_an_event(server):
     server.engine.before_step = lambda step: 1 / 0 if step == 5 else None
     found = events_of(await server.post(ask(stream=True), PATH))
     assert found[-1][0] == "error"
-    assert found[-1][1]["error"]["type"] == "server_error"
+    assert found[-1][1]["error"]["type"] == "api_error"

@@ -2,11 +2,17 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import openai
+import pydantic
 import pytest
 
+from jaxpaged.openai.responses.answer import ResponseAnswer
+from jaxpaged.openai.responses.store import ResponseStore, StoredResponse
+from server import responses
 from tests.server.conftest import Reply
 from tests.server.test_messages import events_of
 from tests.server.test_tools import ARGUMENTS, HERMES, SHOWS_ALL, TWO_CALLS
@@ -175,6 +181,73 @@ async def test_a_response_in_the_background_can_be_cancelled(server):
     reply: Reply = await server.post(ask(max_output_tokens=1), PATH)
     refused = await server.send("POST", f"{PATH}/{reply.body['id']}/cancel")
     assert refused.status == 400
+
+
+async def test_the_input_of_a_response_is_listed(server, client_of):
+    client = client_of(server)
+    given = [
+        {"role": "user", "content": "ABC"},
+        {"role": "assistant", "content": "DEF"},
+        {"role": "user", "content": [{"type": "input_text", "text": "GHI"}]},
+    ]
+    asked = {"model": "S", "max_output_tokens": 1}
+    first = await client.responses.create(input=given, **asked)
+    items = [i async for i in client.responses.input_items.list(first.id, order="asc", limit=2)]
+    assert [(i.type, i.role, i.content[0].text) for i in items] == [
+        ("message", "user", "ABC"), ("message", "assistant", "DEF"), ("message", "user", "GHI"),
+    ]  # fmt: skip
+    again = [i async for i in client.responses.input_items.list(first.id, after=items[1].id)]
+    assert again == [items[0]]
+    last = await client.responses.create(input="X", previous_response_id=first.id, **asked)
+    (only,) = [i async for i in client.responses.input_items.list(last.id)]
+    assert only.content[0].text == "X"
+    for query in ("after=x", f"after=msg_{'0' * 32}", "limit=0", "order=x"):
+        assert (await server.get(f"{PATH}/{first.id}/input_items?{query}")).status == 400
+
+
+async def test_an_answer_may_be_held_to_a_schema(start, client_of):
+    class City(pydantic.BaseModel):
+        name: str
+
+    server = await start(script='{"name":"K"}')
+    asked = {"model": "S", "input": "?", "max_output_tokens": 30}
+    found = await client_of(server).responses.parse(text_format=City, **asked)
+    assert found.output_parsed == City(name="K")
+    assert server.engine.last_request.params.structured_outputs is not None
+
+
+async def test_responses_in_the_background_are_limited_for_each_key(server, monkeypatch):
+    server.engine.before_step = lambda step: time.sleep(0.01)
+    monkeypatch.setattr(responses, "MAX_BACKGROUND", 2)
+    asked = ask(max_output_tokens=1000, background=True)
+    replies = [await server.post(asked, PATH) for _ in range(3)]
+    assert [reply.status for reply in replies] == [200, 200, 429]
+    for reply in replies[:2]:
+        path = f"{PATH}/{reply.body['id']}/cancel"
+        bodies = [(await server.send("POST", path)).body for _ in range(2)]
+        assert [body["status"] for body in bodies] == ["cancelled"] * 2
+    assert server.state.num_working == 0
+
+
+def stored(key_id: str, name: str, num_bytes: int, status="completed") -> StoredResponse:
+    answer = SimpleNamespace(
+        fields={"id": name, "usage": None}, is_ended=status == "completed", message={}
+    )
+    return StoredResponse(key_id, cast(ResponseAnswer, answer), [], [], num_bytes)
+
+
+def test_a_key_pushes_out_its_own_responses_and_the_largest_gives_way():
+    store = ResponseStore(max_stored=2, max_bytes=100_000)
+    for name in ("a", "b", "c"):
+        store.add(stored("one", name, 10))
+    store.add(stored("two", "a", 10))
+    assert [store.get(name, "one") is None for name in "abc"] == [True, False, False]
+    assert store.get("a", "two")
+    assert not store.get("b", "two")
+    store.add(stored("two", "b", 49_000))
+    assert [bool(store.get("b", key)) for key in ("one", "two")] == [True, False]
+    store.add(stored("two", "running", 49_000, "in_progress"))
+    assert store.get("running", "two")
 
 
 async def test_a_failed_response_says_so(server):

@@ -1,16 +1,24 @@
 """From a request of /v1/responses to a chat request, so that both are checked and served alike."""
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.openai.chat import client_field
 from jaxpaged.openai.prompts import as_list, as_object
 from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import ChatRequest
 
 type Item = dict[str, Any]
 
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco",
+             "reasoning": "rs"}  # fmt: skip
+
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
+          "response_format": "text.format"}  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -35,6 +43,36 @@ def chat_request(body: ResponsesRequest, history: Sequence[Item]) -> ChatRequest
         reasoning_effort=_effort(body.reasoning),
         response_format=_format(body.text),
     )
+
+
+@contextmanager
+def naming_its_fields(chat: ChatRequest) -> Generator[None]:
+    """A refusal of the chat request names the field that it was made of."""
+    try:
+        yield
+    except RequestError as error:
+        param = client_field(chat, error.param)
+        error.param = _NAMES.get(param or "", param)
+        raise
+
+
+def input_items(given: Any) -> list[Item]:
+    """What `input` holds, once it has passed as messages, as it is listed: items with ids."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_listed(as_object(item) or {}) for item in as_list(given) or []]
+
+
+def _listed(item: Item) -> Item:
+    kind, name = item.get("type", "message"), item.get("id")
+    if not isinstance(name, str):
+        name = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    listed = item | {"id": name, "type": kind}
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        listed["content"] = [{"type": part, "text": content}]
+    return listed | {"status": "completed"}
 
 
 def input_messages(given: Any) -> list[Item]:

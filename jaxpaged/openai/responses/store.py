@@ -9,8 +9,9 @@ from typing import Any
 from jaxpaged.errors import RequestError
 from jaxpaged.openai.responses.answer import ResponseAnswer
 
-MAX_STORED = 1000  # responses
-MAX_STORED_BYTES = 256 * 2**20  # of bodies and outputs, roughly
+MAX_STORED = 1000  # responses of one key
+MAX_STORED_BYTES = 256 * 2**20  # of all keys, roughly: bodies, outputs, events
+EVENT_BYTES, TOKEN_BYTES, LEAST_BYTES = 1000, 10, 2000
 
 
 @dataclass(eq=False)
@@ -20,6 +21,7 @@ class StoredResponse:
     key_id: str
     answer: ResponseAnswer
     messages: list[dict[str, Any]]  # of the conversation before its answer, without instructions
+    items: list[dict[str, Any]]  # of its own input, as they are listed
     body_bytes: int
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # in background
     task: asyncio.Task[None] | None = None  # in background
@@ -27,7 +29,9 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        return self.body_bytes + 200 * len(self.events) + 1000
+        usage = self.answer.fields["usage"] or {"output_tokens": 0}
+        grown = EVENT_BYTES * len(self.events) + TOKEN_BYTES * usage["output_tokens"]
+        return 2 * self.body_bytes + grown + LEAST_BYTES
 
     def add(self, events: list[dict[str, Any]]) -> None:
         self.events += events
@@ -50,25 +54,40 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses of all keys, by id. A key sees its own only."""
+    """The latest responses of each key, by id. A key sees its own only, and pushes out its own.
+
+    Where all together are too large, the key that keeps most loses its oldest.
+    """
 
     def __init__(self, max_stored: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
         self._max_stored, self._max_bytes = max_stored, max_bytes
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._kept: dict[str, OrderedDict[str, StoredResponse]] = {}
 
     def add(self, stored: StoredResponse) -> None:
-        self._kept[stored.answer.fields["id"]] = stored
-        ended = [name for name, one in self._kept.items() if one.answer.is_ended]
-        total = sum(one.num_bytes for one in self._kept.values())
-        while ended and (len(self._kept) > self._max_stored or total > self._max_bytes):
-            total -= self._kept.pop(ended.pop(0)).num_bytes
+        mine = self._kept.setdefault(stored.key_id, OrderedDict())
+        mine[stored.answer.fields["id"]] = stored
+        while len(mine) > self._max_stored and self._drop_oldest(stored.key_id):
+            pass
+        sizes = {key: _size(kept) for key, kept in self._kept.items()}
+        while sum(sizes.values()) > self._max_bytes:
+            largest = max(sizes, key=lambda key: sizes[key])
+            sizes[largest] -= self._drop_oldest(largest) or sizes[largest]
 
     def get(self, response_id: str, key_id: str) -> StoredResponse | None:
-        found = self._kept.get(response_id)
-        return found if found is not None and found.key_id == key_id else None
+        return self._kept.get(key_id, {}).get(response_id)
 
-    def delete(self, response_id: str) -> None:
-        self._kept.pop(response_id, None)
+    def num_open(self, key_id: str) -> int:
+        """Responses of a key that have not ended."""
+        return sum(not one.answer.is_ended for one in self._kept.get(key_id, {}).values())
+
+    def delete(self, stored: StoredResponse) -> None:
+        self._kept.get(stored.key_id, {}).pop(stored.answer.fields["id"], None)
+
+    def _drop_oldest(self, key_id: str) -> int:
+        """Forget a key's oldest response that has ended; its bytes, 0 where none has."""
+        kept = self._kept[key_id]
+        name = next((name for name, one in kept.items() if one.answer.is_ended), None)
+        return 0 if name is None else kept.pop(name).num_bytes
 
     def history(self, response_id: str | None, key_id: str) -> list[dict[str, Any]]:
         """The conversation up to and with a response.
@@ -90,3 +109,7 @@ class ResponseStore:
                 f"response {response_id} has not ended: wait for it", param="previous_response_id"
             )
         return [*found.messages, found.answer.message]
+
+
+def _size(kept: OrderedDict[str, StoredResponse]) -> int:
+    return sum(stored.num_bytes for stored in kept.values())

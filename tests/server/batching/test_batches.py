@@ -123,6 +123,21 @@ def server_files(server):
     return server.app[RUNNER].store.path("x").parent.iterdir()
 
 
+async def test_responses_are_answered_and_not_stored(serve, client_of):
+    server = await serve()
+    client = client_of(server)
+    url, asked = "/v1/responses", {"input": "ABC", "prompt": None, "max_output_tokens": 3}
+    lines = [line("a", url, **asked), line("b", url, previous_response_id="resp_1", **asked)]
+    found = await ended(client, await made(client, *lines, endpoint=url))
+    (answer,) = await records(client, found.output_file_id)
+    body = answer["response"]["body"]
+    assert (body["object"], body["output"][0]["content"][0]["text"]) == ("response", "DEF")
+    assert server.engine.last_request.priority == BACKGROUND
+    assert (await server.get(f"{url}/{body['id']}")).status == 404
+    (refused,) = await records(client, found.error_file_id)
+    assert refused["error"]["param"] == "previous_response_id"
+
+
 async def test_a_cancelled_batch_keeps_what_was_answered(serve, client_of):
     server = await serve()
     client = client_of(server)
