@@ -164,9 +164,9 @@ def _add_batches(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-batch-inflight",
         type=whole_number,
-        default=_LIMITS.max_batch_inflight,
         metavar="LINES",
-        help="lines of batches in the engine at a time (default: 64)",
+        help="lines of batches in the engine at a time (default: 3/4 of --max-num-seqs, times the "
+        "replicas)",
     )
 
 

@@ -46,7 +46,7 @@ class ServerLimits:
     batch_dir: str | None = None
     max_batch_file_bytes: int = 200 * 2**20
     max_batch_key_bytes: int = 10 * 2**30
-    max_batch_inflight: int = 64  # lines
+    max_batch_inflight: int | None = None  # lines; three quarters of the rows
     template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

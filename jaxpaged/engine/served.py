@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.config.settings import ModelSettings
+from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.assembler import Assembler
@@ -51,6 +51,11 @@ class ServedEngine(ABC):
     @property
     @abstractmethod
     def max_model_len(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def config(self) -> EngineConfig:
+        """The settings, with what the planner filled in; of several replicas those of one."""
 
     @property
     @abstractmethod

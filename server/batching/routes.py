@@ -5,6 +5,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from jaxpaged.engine.served import ServedEngine
 from server.auth import KeyGuard
 from server.batching import batches, files
 from server.batching.requests import RUNNER
@@ -12,6 +13,8 @@ from server.batching.runner import BatchRunner
 from server.batching.store import BatchStore
 from server.limits import NO_LIMITS, Limits
 from server.state import SERVER, ServerLimits
+
+UNPLANNED = 64  # rows of an engine that no planner has sized
 
 
 class Router(Protocol):
@@ -49,6 +52,12 @@ def open_store(limits: ServerLimits) -> BatchStore | None:
     )
 
 
+def default_inflight(engine: ServedEngine) -> int:
+    """Lines at a time that leave live requests a quarter of the rows."""
+    rows = (engine.config.scheduler.max_num_seqs or UNPLANNED) * max(1, len(engine.replicas()))
+    return max(1, rows * 3 // 4)
+
+
 def run_batches(app: web.Application, store: BatchStore, keys: KeyGuard) -> None:
     """Answer batches as long as the application lives."""
 
@@ -59,7 +68,8 @@ def run_batches(app: web.Application, store: BatchStore, keys: KeyGuard) -> None
         return None if key is None else key.limits
 
     server = app[SERVER]
-    runner = app[RUNNER] = BatchRunner(store, server, limits_of, server.limits.max_batch_inflight)
+    max_inflight = server.limits.max_batch_inflight or default_inflight(server.engine)
+    runner = app[RUNNER] = BatchRunner(store, server, limits_of, max_inflight)
 
     async def start(_app: web.Application) -> None:
         await runner.start()

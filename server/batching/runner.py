@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.errors import CapacityError, EngineStopped, RateLimited
-from jaxpaged.generate.job import Record, answer_line, answered, error_record
+from jaxpaged.generate.job import MAX_TRIES, Record, answer_line, answered, error_record
 from jaxpaged.generate.lines import BadLine, Line
 from server.batching.answers import answer
 from server.batching.output import SplitOutput, check_input, lines_of
@@ -183,18 +183,13 @@ class BatchRunner:
 
     async def _answer_line(self, batch: Batch, line: Line | BadLine) -> Record:
         async with self._places:
-            while True:
-                try:
-                    await self._wait_for_room(batch.key_id)
-                    record = await answer_line(line, lambda line: self._body(batch, line))
-                    break
-                except CapacityError as error:
-                    await asyncio.sleep(error.retry_after_s)
-                except Exception as error:  # a line's failure is its own, as a request's is
-                    if isinstance(error, EngineStopped) and not self._server.engine.is_running:
-                        raise
-                    log.exception("line %d of %s", line.number, batch.batch_id)
-                    return error_record(line.custom_id, "server_error", INTERNAL)
+            try:
+                record = await answer_line(line, lambda line: self._body(batch, line))
+            except Exception as error:  # a line's failure is its own, as a request's is
+                if isinstance(error, EngineStopped) and not self._server.engine.is_running:
+                    raise
+                log.exception("line %d of %s", line.number, batch.batch_id)
+                return error_record(line.custom_id, "server_error", INTERNAL)
         if record["response"] is not None:
             usage: dict[str, int] = record["response"]["body"].get("usage") or {}
             limits = self._limits_of(batch.key_id)
@@ -203,7 +198,18 @@ class BatchRunner:
         return record
 
     async def _body(self, batch: Batch, line: Line) -> dict[str, Any]:
-        return await answer(self._server, batch.endpoint, line.body, batch.key_id)
+        """Ask until there is room; a line that loses its replica is asked again."""
+        num_lost = 0
+        while True:
+            await self._wait_for_room(batch.key_id)
+            try:
+                return await answer(self._server, batch.endpoint, line.body, batch.key_id)
+            except CapacityError as error:
+                await asyncio.sleep(error.retry_after_s)
+            except EngineStopped:
+                num_lost += 1
+                if num_lost == MAX_TRIES or not self._server.engine.is_running:
+                    raise
 
     async def _wait_for_room(self, key_id: str) -> None:
         """Until no live request waits, and the limits of the key and of all leave enough."""
