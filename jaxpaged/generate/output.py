@@ -66,7 +66,7 @@ class OutputFile:
             raise OutputFailed(f"{self._path or 'output'}: {error.strerror}") from error
 
     def close(self) -> None:
-        if self._path is not None:
+        if self._path is not None and not self._file.closed:  # else a full disk has
             try:
                 self._sync()
                 self._file.close()

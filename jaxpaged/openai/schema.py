@@ -1,7 +1,7 @@
 """What clients may send. null is the same as leaving a field out; unknown fields are ignored."""
 
 import re
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 
@@ -9,6 +9,10 @@ from jaxpaged.errors import RequestError
 
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+# what fits the wire to the engine; from 2**62 on a request is in the background
+type Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -46,7 +50,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: str | None = None
     explain: bool | None = None
     user: str | None = None
@@ -108,7 +112,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     request_id: str | None = None
 
 

@@ -13,7 +13,7 @@ from server.paging import Order, not_after
 
 VERSION = 1
 MAX_FILES = 2000  # of one key
-MAX_OPEN_BATCHES = 100  # likewise
+MAX_OPEN_BATCHES, MAX_BATCHES = 100, 10_000  # likewise
 BUSY_S = 5.0
 
 type Row = StoredFile | Batch
@@ -141,6 +141,15 @@ class Database:
             raise HttpError(429, f"{number} batches of this key have not ended: wait for one")
         with self._db:
             self._insert(batch)
+            self._forget_oldest(batch.key_id)
+
+    def _forget_oldest(self, key_id: str) -> None:
+        """Keep only the latest batches of a key; those that have not ended are among them."""
+        self._db.execute(
+            "DELETE FROM batches WHERE key_id = ? AND number <= (SELECT number FROM batches "
+            "WHERE key_id = ? ORDER BY number DESC LIMIT 1 OFFSET ?) AND NOT " + _status_in(OPEN),
+            (key_id, key_id, MAX_BATCHES, *OPEN),
+        )
 
     def delete_file(self, file_id: str, owner: str | None) -> StoredFile | None:
         """Forget a file; None if there is none that `owner` may see.

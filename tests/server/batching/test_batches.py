@@ -1,6 +1,7 @@
 """/v1/batches: each line answered once, bad files refused, ends, behind what is live."""
 
 import asyncio
+import errno
 import json
 import time
 from dataclasses import replace
@@ -9,7 +10,9 @@ import openai
 import pytest
 
 from jaxpaged.core.policies import BACKGROUND
+from jaxpaged.generate.output import OutputFailed, OutputFile
 from server.auth import ApiKey
+from server.batching import database, runner
 from server.limits import Limits
 from tests.server.batching.conftest import KEYS, jsonl, line
 from tests.server.conftest import CHAT, COMPLETIONS
@@ -201,6 +204,31 @@ async def test_lines_leave_half_of_every_limit_to_what_is_live(serve, client_of)
     reply = await server.post({"prompt": "A"}, headers={"Authorization": "Bearer one"})
     assert (reply.status, reply.headers["x-ratelimit-remaining-requests"]) == (200, "3")
     assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+
+
+async def test_a_full_disk_holds_a_batch_up_and_loses_nothing(serve, client_of, monkeypatch):
+    client = client_of(await serve())
+    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    write, left = OutputFile.write, [1, 0, 0, 1, 0]
+
+    def sometimes_full(self, record):
+        if left and left.pop():
+            self._take_back(self._file.tell())
+            raise OutputFailed("full") from OSError(errno.ENOSPC, "on purpose")
+        write(self, record)
+
+    monkeypatch.setattr(OutputFile, "write", sometimes_full)
+    found = await ended(client, await made(client, *[line(f"{i}") for i in range(9)]))
+    assert (found.status, left) == ("completed", [])
+    names = [r["custom_id"] for r in await records(client, found.output_file_id)]
+    assert sorted(names) == [f"{i}" for i in range(9)]
+
+
+async def test_only_the_latest_batches_of_a_key_are_kept(serve, client_of, monkeypatch):
+    monkeypatch.setattr(database, "MAX_BATCHES", 2)
+    client = client_of(await serve())
+    ids = [(await ended(client, await made(client))).id for _ in range(4)]
+    assert [batch.id async for batch in client.batches.list()] == ids[:1:-1]
 
 
 async def test_a_line_whose_answer_breaks_fails_alone(serve, client_of, monkeypatch):
