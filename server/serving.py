@@ -13,11 +13,11 @@ from collections.abc import Awaitable
 from aiohttp import web
 
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import EngineStopped
+from jaxpaged.errors import Draining, EngineStopped
 from server.app import create_metrics_app
 from server.listener import Listener
 from server.settings import ServerSettings
-from server.state import SERVER, ServerState
+from server.state import RETRY_AFTER_S, SERVER, ServerState
 from server.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,9 @@ async def _drain(state: ServerState, at_once: asyncio.Event) -> int:
         _give_up(state)
     if state.num_working:
         log.warning("ending %d requests before they are done", state.num_working)
+        error = Draining("the server has shut down", retry_after_s=RETRY_AFTER_S)
         for request_id in tuple(state.open_ids):
-            await state.engine.abort(request_id)
+            state.engine.fail(request_id, error)
         await state.wait_until_idle(LAST_WORDS_S)
     return EXIT_DONE if state.engine.is_running else EXIT_ENGINE_STOPPED
 

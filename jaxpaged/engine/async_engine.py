@@ -41,7 +41,7 @@ class AsyncLLM(ServedEngine):
     def __init__(self, parts: EngineParts):
         super().__init__(parts.inputs, parts.template, Sinks())
         self._parts, self._engine = parts, parts.engine
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._arriving: dict[str, int] = {}  # prompt tokens by request, until the engine has them
         self._asked: set[asyncio.Future[Any]] = set()  # controls that wait for their answer
@@ -161,6 +161,10 @@ class AsyncLLM(ServedEngine):
         if not is_finished:
             self._send(lambda: self._engine.abort(request_id))
 
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its answers end where they are, with the finish reason abort."""
+        self._send(lambda: self._deliver(self._engine.abort(request_id)))
+
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, run by the engine's thread between two steps.
 
@@ -221,7 +225,7 @@ class AsyncLLM(ServedEngine):
         self.metrics.rejected(setting)
         raise QueueFull(text, retry_after_s=RETRY_AFTER_S)
 
-    def _send(self, command: Callable[[], None]) -> None:
+    def _send(self, command: Callable[[], object]) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -245,15 +249,17 @@ class AsyncLLM(ServedEngine):
                 while self._commands:
                     self._commands.popleft()()
                 if self._engine.has_work and not self._closing:
-                    events = self._engine.step()
-                    if events and self.on_events is not None:
-                        self.on_events(events)
-                    elif events:
-                        self._tell(functools.partial(self._sinks.deliver, events))
+                    self._deliver(self._engine.step())
         except BaseException as error:
             log.exception("the engine has stopped")
             self._error = ran_out(self._parts.plan, error) or error
             self._tell(self._fail_all)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        if events and self.on_events is not None:
+            self.on_events(events)
+        elif events:
+            self._tell(functools.partial(self._sinks.deliver, events))
 
     def _tell(self, function: Callable[[], None]) -> None:
         """Run `function` in the callers' event loop: one message a step."""

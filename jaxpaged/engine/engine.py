@@ -101,17 +101,22 @@ class Engine:
             self._grammar_rows.add(stream.seq)
         self.metrics.prompt_added(len(request.prompt_token_ids) * len(streams))
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request; its pages go back at once. Unknown or finished ids are no error."""
-        streams = self._requests.pop(request_id, [])
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """Stop a request; its pages go back at once. Unknown or finished ids are no error.
+
+        Returns the last event of each answer that was open, for a caller who still listens.
+        """
+        streams, events = self._requests.pop(request_id, []), list[TokenEvent]()
         for stream in streams:
             if stream.seq.state is not SeqState.FINISHED:
                 self.scheduler.abort(stream.seq)
+                events.append(stream.event((), stream.text(())[0], None))
                 self.metrics.finished(stream.life())
             self._streams.pop(stream.seq.seq_id, None)
             self._grammar_rows.forget(stream.seq)
         self._end(streams)
         self.metrics.step_ended(0, self._load())
+        return events
 
     def explanation(self, request_id: str) -> dict[str, Any] | None:
         """Why a request waited and what it got, see `Explanations`; None where nothing is known."""

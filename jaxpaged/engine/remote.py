@@ -249,6 +249,10 @@ class RemoteLLM(ServedEngine):
         if self._sinks.pop(request_id, None) is not None:
             self._connection.send(Release(request_id, is_finished))
 
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its answers end where they are, with the finish reason abort."""
+        await self._call("abort", request_id)
+
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, done by the engine between two steps."""
         return await self._call("control", method, *arguments)

@@ -13,7 +13,6 @@ from jaxpaged.engine.inbox import EventSink, Inbox, Sinks
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.texts import PromptTexts
-from jaxpaged.errors import EngineStopped
 from jaxpaged.metrics import EngineLoad
 from jaxpaged.text.templates import ChatTemplate
 
@@ -168,9 +167,9 @@ class ServedEngine(ABC):
     def release(self, request_id: str, *, is_finished: bool) -> None:
         """Forget a request that was submitted; one that has not finished is aborted."""
 
+    @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """Stop a request; its iterator ends with EngineStopped."""
-        self.fail(request_id, EngineStopped(f"request {request_id} was aborted"))
+        """Stop a request; its answers end where they are, with the finish reason abort."""
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Have a request's caller see `error`; one that is not here is no error."""

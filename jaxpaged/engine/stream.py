@@ -94,7 +94,9 @@ class Stream:
         seq = self.seq
         prompt_logprobs = None
         if self.prompt_logprobs is not None and not self.told_prompt_logprobs:
-            prompt_logprobs, self.told_prompt_logprobs = tuple(self.prompt_logprobs), True
+            missing = seq.num_prompt_tokens - len(self.prompt_logprobs)  # of one that was aborted
+            prompt_logprobs = (*self.prompt_logprobs, *[None] * missing)
+            self.told_prompt_logprobs = True
         return TokenEvent(
             seq.request.request_id,
             seq.choice,

@@ -44,7 +44,7 @@ READ_BYTES = 2**18
 BEAT_S = 0.25  # between two signs of life
 FLUSH_S = 1.0
 # methods of AsyncLLM that the front may call by name
-CALLS = frozenset({"metrics_text", "explanation", "control"})
+CALLS = frozenset({"metrics_text", "explanation", "control", "abort"})
 PR_SET_PDEATHSIG = 1
 
 EXIT_DONE, EXIT_STOPPED, EXIT_SETTINGS = 0, 1, 2
@@ -186,6 +186,8 @@ class Worker:
         try:
             if message.method not in CALLS:
                 raise EngineStopped(f"there is no call {message.method!r}")
+            if message.method == "abort" and (task := self._tasks.get(message.arguments[0])):
+                await asyncio.wait([task])  # the engine cannot end what it has not got
             value = await getattr(self._llm, message.method)(*message.arguments)
         except Exception as error:
             self._refuse(message.call_id, error)

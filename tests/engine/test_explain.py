@@ -54,7 +54,8 @@ def test_every_answer_of_a_request_is_explained_and_an_aborted_one_too():
     params = SamplingParams(max_tokens=9, detokenize=False, explain=True)
     engine.add(inputs.request([1, 2], params, request_id="gone"))
     engine.step()
-    engine.abort("gone")
+    assert [event.finish_reason for event in engine.abort("gone")] == ["abort"]
+    assert engine.abort("gone") == []
     assert engine.explanation("gone")["answers"][0]["finish_reason"] == "abort"
     assert not engine.scheduler.traces
 

@@ -1,6 +1,7 @@
 """An engine in a process of its own answers like one in a thread; neither outlives the other."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -76,6 +77,21 @@ async def test_it_answers_refuses_and_gives_up_what_is_left(remote):
     await until(lambda: not llm.load.num_running)
     assert llm.is_running
     assert llm.seconds_without_progress == 0.0
+
+
+async def test_an_abort_ends_answers_where_they_are(remote):
+    llm = await remote(step_s=0.002)
+    params = dataclasses.replace(FOREVER, n=2, stop=["IJKx"], output_kind=OutputKind.CUMULATIVE)
+    async for output in llm.generate("ABC", params, "mine"):
+        if len(output.outputs[0].token_ids) == 8:  # "IJK" is held back
+            await llm.abort("mine")
+    assert output.finished
+    assert [part.finish_reason for part in output.outputs] == ["abort", "abort"]
+    for part in output.outputs:
+        assert part.text.startswith("DEFGHIJK")
+        assert part.text.encode()[-1] == 67 + len(part.token_ids)
+    await llm.abort("nobody")
+    await until(lambda: not llm.load.num_running)
 
 
 async def test_what_cannot_be_sent_is_refused_and_harms_nobody(remote):

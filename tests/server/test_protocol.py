@@ -160,16 +160,6 @@ async def test_a_draining_server_finishes_and_takes_nothing_new(server):
     assert len("".join((await task).texts)) == 60
 
 
-async def test_an_aborted_stream_ends_with_an_error_event(server):
-    server.engine.before_step = slow_steps(0.002)
-    task = asyncio.create_task(server.post(FOREVER | {"stream": True}))
-    await until(lambda: server.engine.num_steps > 3)
-    for request_id in server.state.open_ids:
-        await server.llm.abort(request_id)
-    reply = await task
-    assert "aborted" in reply.events[-1]["error"]["message"]
-
-
 async def test_health_stays_quick_while_a_template_runs_wild(start):
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     server = await start(template=endless)

@@ -93,11 +93,12 @@ class FakeEngine:
             return None
         return {"request_id": request_id, "key_name": self.last_request.key_name, "answers": []}
 
-    def abort(self, request_id: str) -> None:
-        before = len(self._answers)
-        self._answers = [a for a in self._answers if a.request.request_id != request_id]
-        self.num_aborted += before > len(self._answers)
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        ended = [a for a in self._answers if a.request.request_id == request_id]
+        self._answers = [a for a in self._answers if a not in ended]
+        self.num_aborted += bool(ended)
         self._publish(0)
+        return [self._event(a, (), a.detokenizer.flush(), "abort", None, None) for a in ended]
 
     def step(self) -> list[TokenEvent]:
         self.num_steps += 1
