@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from jaxpaged.core.request import TokenEvent
+from jaxpaged.engine.inbox import spaced
 from jaxpaged.openai.job import Job
 from server.errors import HttpError, error_body, log_refusal
 from server.sse import EventStream
@@ -121,7 +122,7 @@ async def stream_directly(
                 prompt,
                 job.params,
                 request_id,
-                sink,
+                spaced(sink, job.params),
                 priority=job.priority,
                 cache_salt=job.cache_salt,
                 key_name=job.key_name,

@@ -176,6 +176,13 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "--enable-force-include-usage", action="store_true", help="usage at the end of every stream"
     )
     group.add_argument(
+        "--stream-interval",
+        type=whole_number,
+        default=_LIMITS.stream_interval,
+        metavar="TOKENS",
+        help="tokens a chunk of a stream, but for the first (default: 1)",
+    )
+    group.add_argument(
         "--default-chat-template-kwargs",
         type=json_object,
         default={},

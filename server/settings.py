@@ -65,6 +65,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         is_logging_access=not args.disable_access_log,
         unlogged_paths=frozenset(args.disable_access_log_for_endpoints),
         warm_prefix_share=args.max_warm_prefix_share,
+        stream_interval=args.stream_interval,
         forces_usage=args.enable_force_include_usage,
         batch_dir=args.batch_dir,
         max_batch_file_bytes=args.max_batch_file_bytes,
@@ -93,7 +94,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {port}, allowed are 0 to {2**16 - 1}")
     for name in (
         "max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes",
-        "max_batch_file_bytes", "max_batch_key_bytes", "max_batch_inflight",
+        "max_batch_file_bytes", "max_batch_key_bytes", "max_batch_inflight", "stream_interval",
     ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and value < 1:

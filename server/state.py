@@ -47,6 +47,7 @@ class ServerLimits:
     max_batch_file_bytes: int = 200 * 2**20
     max_batch_key_bytes: int = 10 * 2**30
     max_batch_inflight: int | None = None  # lines; three quarters of the rows
+    stream_interval: int = 1  # tokens a chunk, where a request says nothing
     template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -170,6 +171,8 @@ def apply_defaults(body: SamplingFields, limits: ServerLimits) -> None:
         options = body.stream_options or StreamOptions()
         options.include_usage = True
         body.stream_options = options
+    if limits.stream_interval > 1 and body.stream_interval is None:
+        body.stream_interval = limits.stream_interval
 
 
 async def read_body(request: web.Request) -> bytes:

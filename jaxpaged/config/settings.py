@@ -12,6 +12,8 @@ from typing import Any, Literal
 from jaxpaged.config.speculation import Speculation, speculation_from
 from jaxpaged.errors import ConfigError
 
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
 MOST_DEVICES = 64
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -49,7 +51,20 @@ class ModelSettings:
     )
     override_generation_config: dict[str, Any] = setting({}, "default sampling parameters, JSON")
     hf_overrides: dict[str, Any] = setting({}, "values put over the model's configuration, JSON")
+    max_logprobs: int = setting(20, "logprobs of a place that a request may ask for, 0 to 20")
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "what is told as logprobs: the model's, or those after penalties, temperature and filters; "
+        "or logits in their place",
+    )
     chat_template: str | None = setting(None, "file with another Jinja chat template")
+    trust_request_chat_template: bool = setting(
+        False, "take chat_template from requests; it is run in a sandbox with limits"
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = setting(
+        "auto",
+        "content of messages for the template: text, or OpenAI's parts; auto: as it reads it",
+    )
     enable_auto_tool_choice: bool = setting(
         False, "let the model decide about calls of tools; needs --tool-call-parser"
     )
@@ -69,6 +84,7 @@ class ModelSettings:
         if self.max_model_len is not None and self.max_model_len != -1:
             _check("max_model_len", self.max_model_len, 1, 2**24)
         _check("seed", self.seed, 0, 2**63 - 1)
+        _check("max_logprobs", self.max_logprobs, 0, 20)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
                 "--enable-auto-tool-choice needs --tool-call-parser: say how the model writes calls"

@@ -211,8 +211,12 @@ class BatchBuilder:
         views["repetition_penalty"][num:] = 1.0
         views["counts_row"][:num] &= rows.samples
         views["bias_ids"][:] = self.vocab
+        views["told_ids"][:, 0] = -1
         views["mask"][:] = _ALL_ALLOWED
         for i, (slot, samples) in enumerate(zip(rows.slots, rows.samples, strict=True)):
+            told = rows.seqs[i].request.params.logprob_token_ids
+            if told is not None:
+                views["told_ids"][i, : len(told)] = told
             edits = self._edits[slot]
             if edits is None or not samples:
                 continue

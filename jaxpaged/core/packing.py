@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.core.params import MAX_BIASES
+from jaxpaged.core.params import MAX_BIASES, MAX_LOGPROBS
 
 ALIGNMENT = 64  # words: a field may go to a GPU kernel as it lies, on a border of 256 bytes
 
@@ -139,6 +139,7 @@ def _sample_shapes(bucket: Bucket, vocab: int) -> list[_Shape]:
         _shape("bias_values", "float32", seqs, MAX_BIASES),
         _shape("mask", "uint32", seqs, -(-vocab // 32)),
         _shape("processors", "int32", seqs),
+        _shape("told_ids", "int32", seqs, MAX_LOGPROBS),  # -1 first: the likeliest are told
     ]
     if bucket.sampler == "scored":
         # which row of logits each sequence samples from: padding rows name one past the last

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jaxpaged.core.structured import StructuredOutputsParams
+from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
+MAX_WORD = 1024  # characters of a stop string or a banned word
 MAX_BIASES = 512  # logit biases, banned words and ids of one row together
 
 
@@ -54,11 +55,13 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None  # told at each place instead of the likeliest
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    stream_interval: int | None = None  # tokens a piece of a stream, but for the first
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -69,6 +72,7 @@ class SamplingParams:
     copies_begun_page: bool = False
     explain: bool = False  # keep what the scheduler did, see docs/scheduling.md
     structured_outputs: StructuredOutputsParams | None = None
+    reasoning: ReasoningMarks | None = None  # before what `structured_outputs` hold the answer to
     extra_args: dict[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):
@@ -77,6 +81,15 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors or ()))
+        if self.logprob_token_ids is not None:
+            ids = tuple(self.logprob_token_ids)
+            if not 1 <= len(ids) <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"logprob_token_ids has {len(ids)} entries, allowed are 1 to {MAX_LOGPROBS}",
+                    param="logprob_token_ids",
+                )
+            object.__setattr__(self, "logprob_token_ids", ids)
+            object.__setattr__(self, "logprobs", len(ids))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
@@ -94,6 +107,8 @@ class SamplingParams:
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.stream_interval is not None:
+            _check_range("stream_interval", self.stream_interval, 1, 2**31 - 1)
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
@@ -122,6 +137,12 @@ class SamplingParams:
             if any(not isinstance(string, str) or not string for string in strings):
                 raise RequestError(
                     f"{name} holds an empty entry or one that is no string: leave it out",
+                    param=name,
+                )
+            longest = max(map(len, strings), default=0)
+            if longest > MAX_WORD:
+                raise RequestError(
+                    f"{name} has an entry of {longest} characters, allowed are {MAX_WORD}",
                     param=name,
                 )
         for token, bias in (self.logit_bias or {}).items():
@@ -174,9 +195,14 @@ def check_token_ids(params: SamplingParams, vocab: int) -> None:
     fields = {
         "stop_token_ids": params.stop_token_ids or (),
         "allowed_token_ids": params.allowed_token_ids or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
         "logit_bias": tuple(params.logit_bias or ()),
     }
     for name, ids in fields.items():
+        if len(ids) > vocab:
+            raise RequestError(
+                f"{name} has {len(ids)} entries, and the model {vocab} tokens", param=name
+            )
         check_ids(name, ids, vocab)
 
 

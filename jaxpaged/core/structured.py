@@ -6,6 +6,19 @@ from typing import Any
 
 from jaxpaged.errors import RequestError, UnsupportedParameter
 
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """An answer begins with reasoning, which no grammar holds, up to the mark `end`.
+
+    The prompt has written `begin` already where `is_open`; else the answer may begin with it.
+    """
+
+    begin: str
+    end: str
+    is_open: bool
+
+
 MAX_CHOICES = 10_000
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 

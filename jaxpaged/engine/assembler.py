@@ -117,11 +117,13 @@ class Assembler:
     def _place(self, place: TokenLogprobs) -> PlaceLogprobs:
         entries = {place.token_id: self._logprob(place.token_id, place.logprob, place.rank)}
         tops = zip(place.top_ids, place.top_logprobs, strict=True)
+        are_ranked = self.request.params.logprob_token_ids is None
         for rank, (token_id, logprob) in enumerate(tops, 1):
-            entries.setdefault(token_id, self._logprob(token_id, logprob, rank))
+            named = self._logprob(token_id, logprob, rank if are_ranked else None)
+            entries.setdefault(token_id, named)
         return entries
 
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+    def _logprob(self, token_id: int, logprob: float, rank: int | None) -> Logprob:
         return Logprob(logprob, rank, self._tokenizer.decode([token_id], skip_special_tokens=False))
 
 

@@ -213,6 +213,7 @@ def _programs(
         dtype=dtype,
         processors=processors,
         swaps=config.cache.swap_space > 0,
+        logprobs_mode=config.model.logprobs_mode,
     )
     is_plain = attention is None and not processors  # nothing that only this process knows
     is_cacheable = is_plain and config.compile.compile_cache_dir != ""

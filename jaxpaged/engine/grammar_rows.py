@@ -1,7 +1,6 @@
 """Rows of a step whose answers follow a grammar: their masks, and what each token does to them."""
 
 import asyncio
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
+from jaxpaged.text.reasoning_gate import ReasoningGate, reasoning_tokens
 
 GRACE_S = 1.0  # beyond the time limit, which the compiler itself looks at now and then
 
@@ -24,10 +24,17 @@ async def compile_grammar(grammars: Grammars, params: SamplingParams) -> Compile
     wanted = params.structured_outputs
     if wanted is None:
         return None
+    marks = params.reasoning
     found = grammars.kept(wanted)
-    if found is not None:
+    if found is not None and marks is None:
         return found
-    job = asyncio.get_running_loop().run_in_executor(grammars.workers, grammars.compile, wanted)
+
+    def compiled() -> CompiledGrammar:
+        if marks is not None:
+            reasoning_tokens(grammars, marks.begin, marks.end)
+        return grammars.compile(wanted)
+
+    job = asyncio.get_running_loop().run_in_executor(grammars.workers, compiled)
     try:
         return await asyncio.wait_for(job, grammars.time_limit_s + GRACE_S)
     except TimeoutError:
@@ -43,15 +50,22 @@ class GrammarRows:
     def __init__(self):
         self._filler = MaskFiller()
         self._matchers: dict[int, GrammarMatcher] = {}  # by seq_id
+        self._gates: dict[int, ReasoningGate] = {}  # of those whose reasoning goes on
+        self._begins: dict[int, int] = {}  # tokens of reasoning before the answer, where there were
 
     def add(self, seq: Sequence) -> None:
         grammar = seq.request.grammar
         if grammar is not None:
             assert isinstance(grammar, CompiledGrammar)
             self._matchers[seq.seq_id] = GrammarMatcher(grammar)
+            marks = seq.request.params.reasoning
+            if marks is not None:
+                tokens = reasoning_tokens(grammar.vocabulary, marks.begin, marks.end)
+                self._gates[seq.seq_id] = ReasoningGate(grammar, tokens, is_open=marks.is_open)
 
     def forget(self, seq: Sequence) -> None:
-        self._matchers.pop(seq.seq_id, None)
+        for kept in (self._matchers, self._gates, self._begins):
+            kept.pop(seq.seq_id, None)
 
     def is_in(self, plan: StepPlan) -> bool:
         """Some row of the step samples by a grammar."""
@@ -73,15 +87,32 @@ class GrammarRows:
                 continue
             params, output = seq.request.params, seq.output_token_ids
             goes_on = params.ignore_eos or len(output) < params.min_tokens
-            rows.append(MaskRow(i, matcher, output, seq.request.max_tokens - len(output), goes_on))
+            budget, also_id = seq.request.max_tokens - len(output), None
+            gate = self._gates.get(seq.seq_id)
+            if gate is not None and not gate.is_undecided:
+                _narrow(mask[i], gate.mask(budget), matcher)
+                continue
+            if gate is not None:
+                also_id = gate.opening_id(budget)
+            begin = self._begins.get(seq.seq_id, 0)
+            answer = output[begin:] if begin else output
+            rows.append(MaskRow(i, matcher, answer, budget, goes_on, also_id))
         if rows:
             self._filler.narrow(mask, rows)
 
-    def take(self, seq: Sequence, token_ids: Iterable[int]) -> "Ending | None":
+    def take(self, seq: Sequence, token_ids: tuple[int, ...]) -> "Ending | None":
         """Follow a sequence's new tokens; how it ends with them, where the grammar says so."""
         matcher = self._matchers[seq.seq_id]
         if matcher.failure is not None:
             return Ending("error", matcher.failure)
+        gate = self._gates.get(seq.seq_id)
+        if gate is not None:
+            num_passed = gate.passes(token_ids)
+            if num_passed is None:
+                return None
+            del self._gates[seq.seq_id]
+            self._begins[seq.seq_id] = gate.num_tokens
+            token_ids = token_ids[num_passed:]
         for token_id in token_ids:
             if token_id in seq.stop_ids and seq.finish_reason == "stop":
                 break
@@ -90,6 +121,14 @@ class GrammarRows:
         if matcher.must_end or (seq.finish_reason == "length" and matcher.can_end):
             return Ending("stop", None)
         return None
+
+
+def _narrow(row: np.ndarray, allowed: np.ndarray, matcher: GrammarMatcher) -> None:
+    both = row & allowed
+    if both.any():
+        row[:] = both
+    else:
+        matcher.failure = "allowed_token_ids leave no token for the reasoning"
 
 
 class Ending:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
+from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import TokenEvent
 
 
@@ -32,6 +33,49 @@ class Sinks(dict[str, EventSink]):
     def fail_all(self, error: Exception) -> None:
         for sink in list(self.values()):
             sink.fail(error)
+
+
+class Spaced:
+    """Passes events on in pieces of `interval` tokens an answer; the first token at once."""
+
+    def __init__(self, sink: EventSink, interval: int):
+        self._sink, self._interval = sink, interval
+        self._kept: dict[int, TokenEvent | None] = {}  # by answer, once it has begun
+
+    def put(self, event: TokenEvent) -> None:
+        is_first, kept = event.choice not in self._kept, self._kept.get(event.choice)
+        whole = event if kept is None else _joined(kept, event)
+        self._kept[event.choice] = None
+        if is_first or event.finish_reason is not None or len(whole.token_ids) >= self._interval:
+            self._sink.put(whole)
+        else:
+            self._kept[event.choice] = whole
+
+    def fail(self, error: Exception) -> None:
+        for kept in self._kept.values():
+            if kept is not None:
+                self._sink.put(kept)
+        self._kept.clear()
+        self._sink.fail(error)
+
+
+def spaced[S: EventSink](sink: S, params: SamplingParams) -> S | Spaced:
+    """`sink` as a stream's `stream_interval` wants it."""
+    interval = params.stream_interval or 1
+    return (
+        sink
+        if interval == 1 or params.output_kind is not OutputKind.DELTA
+        else Spaced(sink, interval)
+    )
+
+
+def _joined(before: TokenEvent, event: TokenEvent) -> TokenEvent:
+    logprobs = None if event.logprobs is None else (*(before.logprobs or ()), *event.logprobs)
+    return event._replace(
+        token_ids=before.token_ids + event.token_ids,
+        text=before.text + event.text,
+        logprobs=logprobs if event.logprobs is not None else before.logprobs,
+    )
 
 
 class Inbox:

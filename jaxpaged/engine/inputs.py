@@ -9,6 +9,7 @@ from typing import Any
 from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
 from jaxpaged.core.prefix_cache import as_bytes, page_hashes
 from jaxpaged.core.request import Pin, Request
+from jaxpaged.core.structured import ReasoningMarks
 from jaxpaged.errors import PromptTooLong, RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ class InputProcessor:
             grammar = self.grammars.compile(params.structured_outputs)
         max_tokens = self._max_tokens(len(token_ids), params)
         if grammar is not None:
-            _check_room(grammar, max_tokens)
+            _check_room(grammar, max_tokens, self._closing_tokens(params.reasoning))
         seed = params.seed if params.seed is not None else next(self._seeds)
         return Request(
             request_id=request_id or f"request-{next(self._ids)}",
@@ -148,6 +149,12 @@ class InputProcessor:
             )
         return wanted
 
+    def _closing_tokens(self, marks: ReasoningMarks | None) -> int:
+        """What it takes to end the reasoning that a prompt has opened."""
+        if marks is None or not marks.is_open:
+            return 0
+        return len(self.tokenizer.encode(marks.end, add_special_tokens=False))
+
     def _checked(self, ids: Any) -> list[int]:
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
             raise RequestError("prompt is no list of token ids", param="prompt")
@@ -170,10 +177,10 @@ class InputProcessor:
         return tuple(sorted(words)), tuple(sorted(runs))
 
 
-def _check_room(grammar: CompiledGrammar, max_tokens: int) -> None:
-    if grammar.shortest is not None and max_tokens < grammar.shortest:
+def _check_room(grammar: CompiledGrammar, max_tokens: int, num_closing: int) -> None:
+    if grammar.shortest is not None and max_tokens < grammar.shortest + num_closing:
         raise RequestError(
             f"max_tokens is {max_tokens}, and the shortest answer that structured_outputs or "
-            f"response_format allow takes {grammar.shortest} tokens: raise it",
+            f"response_format allow takes {grammar.shortest + num_closing} tokens: raise it",
             param="max_tokens",
         )

@@ -45,6 +45,7 @@ def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
         max_num_seqs=max_num_seqs,
         dtype=dtype,
         swaps=config.cache.swap_space > 0,
+        logprobs_mode=config.model.logprobs_mode,
     )
 
 

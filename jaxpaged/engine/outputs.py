@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability at one place, its rank from 1, and its text."""
+    """One token's log-probability at one place, its rank from 1, and its text.
+
+    The rank of a token that was asked for by `logprob_token_ids` is not known.
+    """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 

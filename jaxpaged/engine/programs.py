@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpaged.arrays import Params
 from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.host_tier import MOVE_WIDTHS
 from jaxpaged.core.packing import PackedLayout
@@ -70,6 +71,7 @@ class ProgramSource:
         num_pages: of the pool, the null page included.
         dtype: of the KV.
         swaps: pages may go to host memory.
+        logprobs_mode: what is told where logprobs are wanted.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class ProgramSource:
         dtype: DTypeLike,
         processors: tuple[LogitsProcessor, ...] = (),
         swaps: bool = False,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ):
         self._graphdef, self._processors = graphdef, processors
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self.make_state = partial(
             init_device_state, model, num_pages, page_size, max_num_seqs, dtype
         )
@@ -101,7 +105,8 @@ class ProgramSource:
 
     def identity(self) -> str:
         """All that the programs depend on besides their names."""
-        return programs_identity(self._model, self._params, self._state)
+        told = f"{self._model} {self._logprobs_mode}"
+        return programs_identity(told, self._params, self._state)
 
     def forward(self, bucket: Bucket) -> Program:
         layout = self._layout_of(bucket)
@@ -118,7 +123,8 @@ class ProgramSource:
         state = SamplerState(self._state.last_token_ids, self._state.output_counts)
         logits = jax.ShapeDtypeStruct((bucket.num_logits, vocab), jnp.float32)
         arguments = (state, logits, _int32(layout.sample_size))
-        function, result = make_sample(layout, self._processors), jax.tree.structure((state, 0))
+        function = make_sample(layout, self._processors, self._logprobs_mode)
+        result = jax.tree.structure((state, 0))
         return Program(bucket.sample_name, function, arguments, result, 0, {})
 
     def reset(self, length: int) -> Program:

@@ -9,7 +9,7 @@ from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.assembler import Assembler
-from jaxpaged.engine.inbox import EventSink, Inbox, Sinks
+from jaxpaged.engine.inbox import EventSink, Inbox, Sinks, spaced
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.texts import PromptTexts
@@ -129,7 +129,7 @@ class ServedEngine(ABC):
             prompt,
             sampling_params,
             request_id,
-            inbox,
+            spaced(inbox, sampling_params),
             priority=priority,
             cache_salt=cache_salt,
             key_name=key_name,

@@ -14,15 +14,19 @@ from flax import nnx
 from jaxtyping import Array, Int16, Int32
 
 from jaxpaged.arrays import DeviceState, LogitEdits, Params, RaggedBatch, SamplingBatch, TopLogprobs
+from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import SamplerKind
 from jaxpaged.core.packing import PackedField, PackedLayout
 from jaxpaged.layers.sampling import (
     TOP_LOGPROBS,
     LogitsProcessor,
+    as_logits,
     edit_logits,
+    filtered,
     pick,
     pick_greedy,
     score,
+    tell_instead,
     token_logprobs,
 )
 
@@ -60,7 +64,11 @@ def make_forward(graphdef: nnx.GraphDef, layout: PackedLayout) -> ForwardFunctio
     return forward
 
 
-def make_sample(layout: PackedLayout, processors: tuple[LogitsProcessor, ...]) -> SampleFunction:
+def make_sample(
+    layout: PackedLayout,
+    processors: tuple[LogitsProcessor, ...],
+    mode: LogprobsMode = "raw_logprobs",
+) -> SampleFunction:
     """The second program, where greedy is not enough: a token a row, kept for the next step too.
 
     A row whose prompt is not complete gets a token too; the scheduler drops it. The result's second
@@ -75,11 +83,11 @@ def make_sample(layout: PackedLayout, processors: tuple[LogitsProcessor, ...]) -
         rows = logits
         if sampler == "scored":  # padding rows take the last row: nobody reads what they sample
             rows = logits[jnp.minimum(fields["sample_rows"], len(logits) - 1)]
-        tokens, state = _sample(sampler, fields, rows, state, processors)
+        tokens, edited, state = _sample(sampler, fields, rows, state, processors)
         last = state.last_token_ids.at[fields["sample_slots"]].set(tokens)
         words = [_step_words(rows, tokens)]
         if sampler in ("full", "scored"):
-            words.append(_top_words(score(logits, _targets(layout, fields, tokens))))
+            words.append(_top_words(_told(layout, fields, logits, edited, tokens, mode)))
         return replace(state, last_token_ids=last), jnp.concatenate(words)
 
     return sample
@@ -126,18 +134,43 @@ def _sample(
     logits: Array,
     state: SamplerState,
     processors: tuple[LogitsProcessor, ...],
-) -> tuple[Array, SamplerState]:
+) -> tuple[Array, Array, SamplerState]:
+    """A token a row, the logits that it was picked from, and the state."""
     if sampler == "greedy":
-        return pick_greedy(logits), state
+        return pick_greedy(logits), logits, state
     sampling = SamplingBatch(**{name: fields[name] for name in SamplingBatch.__dataclass_fields__})
     if sampler == "sampled":
-        return pick(logits, sampling), state
+        return pick(logits, sampling), logits, state
     edits = LogitEdits(**{name: fields[name] for name in LogitEdits.__dataclass_fields__})
     slots = fields["sample_slots"]
     counts = state.output_counts[slots]
-    tokens = pick(edit_logits(logits, counts, sampling.position, edits, processors), sampling)
+    edited = edit_logits(logits, counts, sampling.position, edits, processors)
+    tokens = pick(edited, sampling)
     added = 2 * edits.counts_row.astype(jnp.int16)
-    return tokens, replace(state, output_counts=state.output_counts.at[slots, tokens].add(added))
+    counts = state.output_counts.at[slots, tokens].add(added)
+    return tokens, edited, replace(state, output_counts=counts)
+
+
+def _told(
+    layout: PackedLayout,
+    fields: dict[str, Array],
+    logits: Array,
+    edited: Array,
+    tokens: Array,
+    mode: LogprobsMode,
+) -> TopLogprobs:
+    """What is told of each row of logits, where someone may want logprobs."""
+    if layout.bucket.sampler == "full":
+        rows = jnp.arange(layout.bucket.num_samples, dtype=jnp.int32)
+    else:
+        rows = fields["sample_rows"]
+    if mode.startswith("processed"):
+        sampling = {name: fields[name] for name in SamplingBatch.__dataclass_fields__}
+        processed = filtered(edited, SamplingBatch(**sampling))
+        logits = logits.at[rows].set(processed, mode="drop")
+    top = score(logits, _targets(layout, fields, tokens))
+    top = tell_instead(top, logits, rows, fields["told_ids"])
+    return as_logits(top, logits) if mode.endswith("logits") else top
 
 
 def _targets(layout: PackedLayout, fields: dict[str, Array], tokens: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer, load_tokenizer
 
 SHORT_TEXT = 2048  # characters that are encoded at once: a thread costs more
+MAX_REQUEST_TEMPLATE = 65_536  # characters
 
 
 class PromptTexts:
@@ -28,13 +30,27 @@ class PromptTexts:
         return self._inputs.encode(prompt)
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
-        """A conversation through the chat template, rendered and tokenised in a worker thread."""
-        template = chat_template(self._template)
-        return await asyncio.to_thread(
-            render_chat, template, self._inputs.tokenizer, messages, **options
-        )
+        """A conversation through the model's template or another one, in a worker thread."""
+        return await asyncio.to_thread(self._render, chat_template, messages, options)
+
+    def _render(
+        self,
+        source: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        tokenizer = self._inputs.tokenizer
+        if source is None:
+            template = chat_template(self._template)
+        else:
+            template = request_template(source, tuple(tokenizer.special_tokens.items()))
+        return render_chat(template, tokenizer, messages, **options)
 
 
 def render_chat(
@@ -58,6 +74,27 @@ def chat_template(template: ChatTemplate | None) -> ChatTemplate:
     return template
 
 
+@lru_cache(maxsize=8)
+def request_template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    """A template that a request brings.
+
+    Raises:
+        RequestError: it is too long, or no template.
+    """
+    if len(source) > MAX_REQUEST_TEMPLATE:
+        raise RequestError(
+            f"chat_template has {len(source)} characters, allowed are {MAX_REQUEST_TEMPLATE}",
+            param="chat_template",
+        )
+    try:
+        return ChatTemplate(source, dict(special_tokens))
+    except (ConfigError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        said = str(error) if isinstance(error, ConfigError) else "it is nested too deep, or no text"
+        raise RequestError(
+            f"chat_template cannot be used: {said[:200]}", param="chat_template"
+        ) from None
+
+
 def tokenizer_for(settings: ModelSettings, path: Path) -> Tokenizer:
     """The model's own tokenizer, another one, or none: then only token ids are taken."""
     if settings.skip_tokenizer_init:
@@ -71,13 +108,14 @@ def template_for(settings: ModelSettings, tokenizer: Tokenizer) -> ChatTemplate 
     Raises:
         ConfigError: the file cannot be read, or is no template.
     """
+    form = settings.chat_template_content_format
     if settings.chat_template is None:
         found = tokenizer.chat_templates
-        return ChatTemplate(found, tokenizer.special_tokens) if found else None
+        return ChatTemplate(found, tokenizer.special_tokens, content=form) if found else None
     try:
         source = Path(settings.chat_template).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"chat_template {settings.chat_template} cannot be read: {error.strerror}"
         ) from error
-    return ChatTemplate(source, tokenizer.special_tokens)
+    return ChatTemplate(source, tokenizer.special_tokens, content=form)

@@ -5,7 +5,7 @@ top-p, then one draw by Gumbel noise whose key depends on seed, choice and place
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +52,22 @@ def pick_greedy(logits: Float[Array, "seqs vocab"]) -> Int32[Array, " seqs"]:
 def pick(logits: Float[Array, "seqs vocab"], sampling: SamplingBatch) -> Int32[Array, " seqs"]:
     """Sample every row by its own temperature, top-k, top-p, min-p and key."""
     is_greedy = sampling.temperature < GREEDY_BELOW
-    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    kept = filter_logits(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
-    vocab = logits.shape[-1]
+    kept, vocab = filtered(logits, sampling), logits.shape[-1]
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(row_keys(sampling))
     if jax.default_backend() == "cpu":
         # merged into the argmax the noise is made anew for each comparison: twice as slow there
         noise = jax.lax.optimization_barrier(noise)
     # a row whose logits are NaN must still give a token id inside the vocabulary
     return jnp.where(is_greedy, pick_greedy(logits), pick_greedy(kept + noise))
+
+
+def filtered(
+    logits: Float[Array, "seqs vocab"], sampling: SamplingBatch
+) -> Float[Array, "seqs vocab"]:
+    """Scale by temperature (a greedy row is not) and take out what is filtered away, as -inf."""
+    is_greedy = sampling.temperature < GREEDY_BELOW
+    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    return filter_logits(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def edit_logits(
@@ -107,4 +114,35 @@ def score(logits: Float[Array, "rows vocab"], targets: Int32[Array, " rows"]) ->
     top_ids, top_logprobs = top_n_logprobs(logits, TOP_LOGPROBS)
     return TopLogprobs(
         token_logprobs(logits, targets), rank_of(logits, targets), top_ids, top_logprobs
+    )
+
+
+def tell_instead(
+    top: TopLogprobs,
+    logits: Float[Array, "logits vocab"],
+    rows: Int32[Array, " seqs"],
+    told_ids: Int32[Array, "seqs 20"],
+) -> TopLogprobs:
+    """`top` with named tokens for the likeliest, in those of `rows` whose first id is not -1."""
+    ours = jnp.minimum(rows, logits.shape[0] - 1)
+    is_told = told_ids[:, :1] >= 0
+    mine = logits[ours]
+    named = jnp.take_along_axis(mine, told_ids, axis=-1, mode="clip")
+    named = named - jax.nn.logsumexp(mine, axis=-1, keepdims=True)
+    ids = jnp.where(is_told, told_ids, top.top_ids[ours])
+    logprobs = jnp.where(is_told, named, top.top_logprobs[ours])
+    return replace(
+        top,
+        top_ids=top.top_ids.at[rows].set(ids, mode="drop"),
+        top_logprobs=top.top_logprobs.at[rows].set(logprobs, mode="drop"),
+    )
+
+
+def as_logits(top: TopLogprobs, logits: Float[Array, "logits vocab"]) -> TopLogprobs:
+    """`top` with logits in place of their logprobs."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return replace(
+        top,
+        target_logprobs=top.target_logprobs + total,
+        top_logprobs=top.top_logprobs + total[:, None],
     )

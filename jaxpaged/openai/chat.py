@@ -1,24 +1,32 @@
 """/v1/chat/completions: a body to a job, and how its answers are written."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from jaxpaged.config.settings import ModelSettings
 from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.structured import ReasoningMarks
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import CHAT, Envelope, Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
-from jaxpaged.openai.params import chat_params, salt_of
+from jaxpaged.openai.params import chat_params, check_logprobs, salt_of
 from jaxpaged.openai.parsed import ParsedAnswer
 from jaxpaged.openai.prompts import encode_chat
 from jaxpaged.openai.schema import ChatRequest, decode_body
 from jaxpaged.openai.tools import ToolUse, tool_use
 from jaxpaged.openai.truncation import truncated
-from jaxpaged.text.reasoning import ReasoningParser, begins_in_reasoning
+from jaxpaged.text.reasoning import (
+    CLOSE,
+    OPEN,
+    ReasoningParser,
+    begins_in_reasoning,
+    closes_reasoning,
+)
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
@@ -37,6 +45,7 @@ async def chat_job(
         RequestError: what can never be served.
     """
     params = chat_params(body, engine.default_sampling())
+    check_logprobs(params, engine.model_settings.max_logprobs, "top_logprobs")
     use = tool_use(body, engine.model_settings)
     params = use.sampling(params)
     prompt = await encode_chat(body, engine, use.shown)
@@ -44,11 +53,20 @@ async def chat_job(
         prompt = {"prompt": prompt["prompt"]} | await truncated(
             body, prompt, params.max_tokens, engine
         )
-    form = ChatForm(
-        body, engine, _parsing(body, use, params, engine.model_settings, prompt["prompt"])
-    )
+    params = _with_reasoning(params, engine.model_settings, prompt["prompt"])
+    parsing = _parsing(body, use, params, engine.model_settings, prompt["prompt"])
+    form = ChatForm(body, engine, parsing)
     envelope = Envelope.new("chatcmpl", model)
     return Job(body, [prompt], params, envelope, form, salt_of(body, key_id), key_id, usage)
+
+
+def _with_reasoning(params: SamplingParams, settings: ModelSettings, prompt: str) -> SamplingParams:
+    """`params` with room for reasoning before what a grammar holds, unless the prompt closes it."""
+    parser = settings.reasoning_parser
+    if params.structured_outputs is None or parser is None or closes_reasoning(prompt):
+        return params
+    is_open = begins_in_reasoning(parser, prompt)
+    return replace(params, reasoning=ReasoningMarks(OPEN, CLOSE, is_open))
 
 
 def _parsing(
@@ -58,12 +76,9 @@ def _parsing(
     settings: ModelSettings,
     prompt: str,
 ) -> Callable[[], ParsedAnswer] | None:
-    """Makes what reads one answer; None where its text is content as it stands.
-
-    An answer that is held to a grammar holds no reasoning.
-    """
+    """Makes what reads one answer; None where its text is content as it stands."""
     parser = settings.reasoning_parser
-    if params.structured_outputs is not None or parser is None:
+    if parser is None or (params.structured_outputs is not None and params.reasoning is None):
         if use.mode == "none":
             return None
         return lambda: ParsedAnswer(None, use.parser())
@@ -160,5 +175,5 @@ class ChatForm:
     def _logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        num_top = self._body.top_logprobs or 0
-        return chat_logprobs(self._labels, part.token_ids, part.logprobs or (), num_top)
+        told = self._body.logprob_token_ids or self._body.top_logprobs or 0
+        return chat_logprobs(self._labels, part.token_ids, part.logprobs or (), told)

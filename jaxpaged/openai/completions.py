@@ -10,7 +10,7 @@ from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import COMPLETION, Envelope, Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import CompletionLogprobs, TokenLabels, prompt_logprobs
-from jaxpaged.openai.params import completion_params, salt_of
+from jaxpaged.openai.params import check_logprobs, completion_params, salt_of
 from jaxpaged.openai.prompts import completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, decode_body
 from jaxpaged.openai.truncation import truncated
@@ -32,6 +32,7 @@ async def completion_job(
         RequestError: what can never be served.
     """
     params = completion_params(body, engine.default_sampling())
+    check_logprobs(params, engine.model_settings.max_logprobs)
     may_be_long = body.truncate_prompt_tokens is not None
     prompts = completion_prompts(body.prompt, params.n, engine, may_be_long=may_be_long)
     if may_be_long:

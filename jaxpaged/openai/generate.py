@@ -11,7 +11,7 @@ from jaxpaged.openai.chunks import Envelope, Usage
 from jaxpaged.openai.completions import read_completion
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
-from jaxpaged.openai.params import completion_params, salt_of
+from jaxpaged.openai.params import check_logprobs, completion_params, salt_of
 from jaxpaged.openai.prompts import completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, GenerateRequest, decode_body
 
@@ -33,6 +33,7 @@ def generate_job(
     """
     whole = _as_completion(body)
     params = completion_params(whole, engine.default_sampling())
+    check_logprobs(params, engine.model_settings.max_logprobs)
     params = replace(params, detokenize=bool(params.stop))
     prompts = completion_prompts(body.token_ids, params.n, engine)
     envelope, form = Envelope.new("gen", model), TokensForm(whole, engine, body.request_id)
@@ -74,9 +75,8 @@ class TokensForm:
         }
         if self._body.logprobs is not None:
             places = part.logprobs or ()
-            choice["logprobs"] = chat_logprobs(
-                self._labels, part.token_ids, places, self._body.logprobs
-            )
+            told = self._body.logprob_token_ids or self._body.logprobs
+            choice["logprobs"] = chat_logprobs(self._labels, part.token_ids, places, told)
         if self._body.prompt_logprobs is not None and index not in self._begun:
             choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
         if self._request_id is not None:

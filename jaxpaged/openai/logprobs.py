@@ -72,13 +72,16 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(
-    labels: TokenLabels, token_ids: Sequence[int], places: Sequence[PlaceLogprobs], num_top: int
+    labels: TokenLabels,
+    token_ids: Sequence[int],
+    places: Sequence[PlaceLogprobs],
+    told: int | Sequence[int],
 ) -> dict[str, Any]:
-    """The `logprobs` of a chat choice: each token with its likeliest alternatives."""
+    """The `logprobs` of a chat choice: each token with `told` likeliest ones, or those named."""
     return {
         "content": [
             _entry(labels, token, place[token])
-            | {"top_logprobs": [_entry(labels, t, p) for t, p in _top(place, num_top)]}
+            | {"top_logprobs": [_entry(labels, t, p) for t, p in _top(place, told)]}
             for token, place in zip(token_ids, places, strict=True)
         ],
         "refusal": None,
@@ -103,9 +106,11 @@ def _by_id(labels: TokenLabels, place: PlaceLogprobs) -> dict[str, Any]:
     }
 
 
-def _top(place: PlaceLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens; the chosen one is among them only if it is likely enough."""
-    return sorted(place.items(), key=lambda item: -item[1].logprob)[:num_top]
+def _top(place: PlaceLogprobs, told: int | Sequence[int]) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens; the chosen one is among them only if it is likely enough, or named."""
+    if not isinstance(told, int):
+        return [(token, place[token]) for token in told]
+    return sorted(place.items(), key=lambda item: -item[1].logprob)[:told]
 
 
 def _entry(labels: TokenLabels, token_id: int, entry: Logprob) -> dict[str, Any]:

@@ -17,13 +17,13 @@ _PLAIN = (
     "repetition_penalty", "seed", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "allowed_token_ids", "bad_words", "logits_processors", "prompt_logprobs",
-    "explain",
+    "stream_interval", "explain",
 )  # fmt: skip
 _NOT_SERVED = (
     "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "kv_transfer_params",
 )  # fmt: skip
-_NOT_SERVED_IN_CHAT = ("functions", "function_call", "chat_template", "audio")
+_NOT_SERVED_IN_CHAT = ("functions", "function_call", "audio")
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -35,7 +35,7 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
     values["max_tokens"] = _first(
         body.max_tokens, defaults.get("max_tokens"), COMPLETION_MAX_TOKENS
     )
-    values["logprobs"] = body.logprobs
+    values |= _logprobs(body, body.logprobs)
     if body.echo and body.logprobs is not None and "prompt_logprobs" not in values:
         values["prompt_logprobs"] = body.logprobs
     return SamplingParams(**values)
@@ -53,8 +53,27 @@ def chat_params(body: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParam
     values["max_tokens"] = _first(
         body.max_completion_tokens, body.max_tokens, defaults.get("max_tokens")
     )
-    values["logprobs"] = _chat_logprobs(body)
+    values |= _logprobs(body, _chat_logprobs(body))
     return SamplingParams(**values)
+
+
+def check_logprobs(params: SamplingParams, most: int, field: str = "logprobs") -> None:
+    """Refuse more logprobs of a place than --max-logprobs allows; `field` asks for an answer's."""
+    wanted = {"prompt_logprobs": params.prompt_logprobs, field: params.logprobs}
+    for name, num in wanted.items():
+        if num is not None and num > most:
+            raise RequestError(
+                f"{name} is {num}, this server allows at most {most} (--max-logprobs)", param=name
+            )
+
+
+def _logprobs(body: SamplingFields, num: int | None) -> dict[str, Any]:
+    """Of the likeliest tokens at each place, or of those that the request names."""
+    if body.logprob_token_ids is None:
+        return {"logprobs": num}
+    if num is None:
+        raise RequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    return {"logprob_token_ids": body.logprob_token_ids}
 
 
 def salt_of(body: SamplingFields | PrefixRequest, key_id: str) -> str:

@@ -85,7 +85,9 @@ async def encode_chat(
             options.setdefault("documents", body.documents)
     goes_on = bool(body.continue_final_message)
     add_prompt = body.add_generation_prompt
-    reserved = {"add_generation_prompt", "continue_final_message", "tools", "messages"}
+    reserved = {
+        "add_generation_prompt", "chat_template", "continue_final_message", "tools", "messages",
+    }  # fmt: skip
     if reserved & options.keys():
         raise UnsupportedParameter(
             f"chat_template_kwargs holds {', '.join(sorted(reserved & options.keys()))}, which "
@@ -95,8 +97,15 @@ async def encode_chat(
     is_cut = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None
     for text in () if is_cut else _texts(messages):
         check_text(text, engine, "messages")
+    if body.chat_template is not None and not engine.model_settings.trust_request_chat_template:
+        raise UnsupportedParameter(
+            "chat_template is not taken from requests here: the server would need "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
     return await engine.chat_prompt(
         messages,
+        chat_template=body.chat_template,
         add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
         continue_final_message=goes_on,
         tools=tools,

@@ -90,6 +90,7 @@ class Grammars:
         self.time_limit_s, self._max_kept = time_limit_s, max_kept
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock, self._setup_lock = Lock(), Lock()
+        self.reasoning: dict[tuple[str, str], object] = {}  # kept by `reasoning_tokens`
 
     def kept(self, params: GrammarParams) -> CompiledGrammar | None:
         """What was compiled already."""
@@ -161,6 +162,14 @@ class Grammars:
     @cached_property
     def eos_ids(self) -> np.ndarray:
         return np.array(sorted(self._tokenizer.eos_token_ids), np.int64)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """Of every id below the logits' width; empty where there is no token."""
+        return [self._tokenizer.token_bytes(i) for i in range(self._vocab)]
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
     def words_without_eos(self) -> np.ndarray:

@@ -78,6 +78,7 @@ class MaskRow(NamedTuple):
     token_ids: Sequence[int]  # accepted so far
     budget: int  # tokens that may still come
     goes_on: bool  # must not end where it can go on
+    also_id: int | None = None  # allowed beside what the grammar allows
 
 
 class MaskFiller:
@@ -106,6 +107,8 @@ class MaskFiller:
             without = allowed[i] & row.matcher.vocabulary.words_without_eos
             if row.goes_on and without.any():
                 allowed[i] = without
+            if row.also_id is not None:
+                allowed[i, row.also_id // 32] |= np.uint32(1 << row.also_id % 32)
             both = mask[row.number] & allowed[i]
             if row.matcher.ll.is_error():
                 row.matcher.failure = f"the grammar failed: {row.matcher.ll.get_error()[:200]}"

@@ -12,10 +12,14 @@ def begins_in_reasoning(parser: str, prompt: str) -> bool:
     The prompt tells where its template opens or closes the reasoning; where it says nothing,
     deepseek_r1 answers begin inside and qwen3 answers open it themselves.
     """
-    prompt = prompt.rstrip()
-    if prompt.endswith(OPEN):
+    if prompt.rstrip().endswith(OPEN):
         return True
-    return parser == "deepseek_r1" and not prompt.endswith(CLOSE)
+    return parser == "deepseek_r1" and not closes_reasoning(prompt)
+
+
+def closes_reasoning(prompt: str) -> bool:
+    """The prompt ends behind reasoning: its answer has none."""
+    return prompt.rstrip().endswith(CLOSE)
 
 
 class ReasoningParser:

@@ -1,7 +1,7 @@
 """Chat templates: a list of messages to the text that the model was trained on."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
@@ -30,6 +30,8 @@ type Message = Mapping[str, Any]
 class ChatTemplate:
     """A model's templates, compiled once. Rendering is safe from several threads.
 
+    `content` says how they take the content of messages: as text, or in OpenAI's parts.
+
     Raises:
         ConfigError: a template that jinja2 cannot read.
     """
@@ -40,6 +42,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         render_seconds: float = RENDER_SECONDS,
+        content: Literal["auto", "string", "openai"] = "auto",
     ):
         sources = {"default": source} if isinstance(source, str) else dict(source)
         self._sandbox = Sandbox()
@@ -48,7 +51,9 @@ class ChatTemplate:
         self._templates = {name: self._compile(name, text) for name, text in sources.items()}
         trees = [self._sandbox.parse(text) for text in sources.values()]
         self.variables = frozenset().union(*map(meta.find_undeclared_variables, trees))
-        self.takes_parts = any(map(_walks_content, trees))
+        self.takes_parts = content == "openai"
+        if content == "auto":
+            self.takes_parts = any(map(_walks_content, trees))
 
     def _compile(self, name: str, source: str) -> Template:
         try:

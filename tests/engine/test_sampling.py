@@ -1,5 +1,7 @@
 """Sampling on model S: 0.516 for the next token, 0.190 for the one after, the rest alike."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +58,21 @@ def test_logprobs_are_those_of_the_model(llm):
     ]
     assert scored == pytest.approx([-0.6611, -0.6611], abs=1e-3)
     assert output.outputs[0].cumulative_logprob == pytest.approx(-1.3222, abs=1e-3)
+
+
+def test_named_tokens_are_told_instead_of_the_likeliest(llm):
+    plain = SamplingParams(temperature=0, max_tokens=2, logprobs=1)
+    named = SamplingParams(temperature=0, max_tokens=2, logprob_token_ids=[511, E])
+    scored = dataclasses.replace(named, prompt_logprobs=0)
+    outputs = llm.generate([ABC] * 3, [named, plain, scored], use_tqdm=False)
+    alone, neighbour, with_prompt = [output.outputs[0].logprobs for output in outputs]
+    assert [set(place) for place in neighbour] == [{D}, {E}]
+    for places in (alone, with_prompt):
+        assert [set(place) for place in places] == [{D, E, 511}, {E, 511}]
+        told = [places[0][token].logprob for token in (D, E, 511)]
+        assert told == pytest.approx([-0.6611, -1.6609, -7.4594], abs=1e-3)
+        assert (places[0][D].rank, places[0][E].rank) == (1, None)
+        assert places[1][E].logprob == pytest.approx(-0.6611, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,21 @@ async def test_reasoning_has_a_field_of_its_own(start, stream):
         assert b"reasoning_content" not in reply.raw
 
 
+async def test_reasoning_comes_before_what_a_schema_holds(start):
+    """The fake engine only writes; `tests/engine/test_reasoning_gate.py` holds it to the schema."""
+    settings = {"reasoning_parser": "deepseek_r1"}
+    server = await start(script='Hm.</think>{"n": 1}', model_settings=settings)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "?"}], "response_format": form}
+    message = (await server.post(body, CHAT)).body["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", '{"n": 1}')
+    marks = server.engine.last_request.params.reasoning
+    assert (marks.begin, marks.end, marks.is_open) == ("<think>", "</think>", True)
+    closed = [{"role": "user", "content": "?</think>"}]
+    await server.post(body | {"messages": closed}, CHAT)
+    assert server.engine.last_request.params.reasoning is None
+
+
 async def test_reasoning_that_the_prompt_opened_is_reasoning(start):
     settings = {"reasoning_parser": "qwen3"}
     server = await start(

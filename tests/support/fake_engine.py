@@ -144,7 +144,7 @@ class FakeEngine:
             text += answer.detokenizer.flush()
         logprobs = None
         if params.logprobs is not None:
-            logprobs = (self._score(last, token, params.logprobs),)
+            logprobs = (self._score(last, token, params.logprobs, params.logprob_token_ids),)
         event = self._event(answer, (token,), text, reason, logprobs, prompt_logprobs)
         return event if stopped_by is None else _with_stop(event, stopped_by)
 
@@ -158,12 +158,12 @@ class FakeEngine:
             return random.Random(key).choice([following, self.follow(following)])
         return self.follow(following) if biases.get(following, 0) <= -100 else following
 
-    def _score(self, last: int, token: int, wanted: int) -> TokenLogprobs:
+    def _score(self, last: int, token: int, wanted: int, named=None) -> TokenLogprobs:
         following = self.follow(last)
         likeliest = [following, self.follow(following), 0, 1, 2][: max(wanted, 3)]
         scores = {following: NEXT, self.follow(following): AFTER_NEXT}
         rank = likeliest.index(token) + 1 if token in likeliest else 4
-        tops = likeliest[:wanted]
+        tops = likeliest[:wanted] if named is None else named
         return TokenLogprobs(
             token,
             scores.get(token, REST),

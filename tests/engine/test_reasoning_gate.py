@@ -1,0 +1,119 @@
+"""Reasoning before an answer that a grammar holds; any token that a mask allows may be the next."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.sequence import SeqState, Sequence
+from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
+from jaxpaged.engine.grammar_rows import GrammarRows
+from jaxpaged.engine.inputs import InputProcessor
+from jaxpaged.errors import RequestError
+from jaxpaged.text.tokenizer import load_tokenizer
+from tests.support.models import EOS, VOCAB, byte_ids, byte_tokenizer, write_tokenizer
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
+SHORTEST = len('{"n":1}')
+WORDS = ["<think>", "</think>", "k>{", "x</think>{", "k>\n", "</think>x"]  # ids 261 to 266
+BEGIN, END, SPLIT, CROSSES, CLEAN, ENDS = range(261, 267)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, InputProcessor]:
+    """By vocabulary: bytes alone, and bytes with marks and tokens across the closing one."""
+    made = {}
+    for name, words in (("bytes", []), ("words", WORDS)):
+        folder = tmp_path_factory.mktemp(name)
+        write_tokenizer(folder)
+        raw = byte_tokenizer()
+        raw.add_tokens(words)
+        raw.save(str(folder / "tokenizer.json"))
+        made[name] = InputProcessor(load_tokenizer(folder), VOCAB, 512, 0, ())
+    return made
+
+
+def sequence(inputs: InputProcessor, *, is_open: bool, max_tokens: int) -> Sequence:
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        structured_outputs=StructuredOutputsParams(json=SCHEMA),
+        reasoning=ReasoningMarks("<think>", "</think>", is_open),
+    )
+    return Sequence(0, inputs.request([1], params), 0, [1], 1)
+
+
+def allowed_next(rows: GrammarRows, seq: Sequence) -> list[int]:
+    columns = SimpleNamespace(seqs=[seq], samples=[True])
+    plan: Any = SimpleNamespace(columns=columns)
+    assert rows.is_in(plan)
+    mask = np.full((1, VOCAB // 32), 0xFFFFFFFF, np.uint32)
+    rows.fill(plan, mask)
+    return np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")).tolist()
+
+
+def answer(inputs: InputProcessor, seq: Sequence, rng: np.random.Generator, liked: tuple) -> bytes:
+    """All bytes of an answer; `liked` tokens are taken more often than others."""
+    rows = GrammarRows()
+    rows.add(seq)
+    while True:
+        allowed = allowed_next(rows, seq)
+        likely = [token for token in liked if token in allowed]
+        token = int(rng.choice(likely if likely and rng.random() < 0.5 else allowed))
+        assert token != EOS
+        seq.token_ids.append(token)
+        if len(seq.output_token_ids) == seq.request.max_tokens:
+            seq.state, seq.finish_reason = SeqState.FINISHED, "length"
+        ending = rows.take(seq, (token,))
+        if ending is not None:
+            assert ending.error is None, ending.error
+            return b"".join(map(inputs.tokenizer.token_bytes, seq.output_token_ids))
+        assert seq.finish_reason is None
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_answer_after_any_reasoning_is_whole_at_any_budget(inputs, kind, is_open):
+    rng, processor = np.random.default_rng(0), inputs[kind]
+    closing = len(processor.tokenizer.encode("</think>", add_special_tokens=False))
+    liked = (*byte_ids("</thin>"), *([SPLIT, CLEAN, END, CROSSES, ENDS] if kind == "words" else []))
+    thoughts = 0
+    for spare in (0, 1, 2, 3, 40, 0, 1, 7, 40, 40):
+        least = SHORTEST + (closing if is_open else 0)
+        seq = sequence(processor, is_open=is_open, max_tokens=least + spare)
+        data = answer(processor, seq, rng, (*liked, *([BEGIN] if kind == "words" else [])))
+        before, mark, text = data.rpartition(b"</think>")
+        assert json.loads(text)["n"] in (1, 22)
+        assert b"</think>" not in before
+        thoughts += bool(mark)
+        assert is_open == bool(mark) or data.startswith(b"<think>")
+    assert thoughts == 10 if is_open else (thoughts > 0) == (kind == "words")
+
+
+def test_a_token_in_which_the_answer_would_begin_is_not_allowed(inputs):
+    rows, seq = GrammarRows(), sequence(inputs["words"], is_open=True, max_tokens=100)
+    rows.add(seq)
+    assert {SPLIT, CLEAN, END, BEGIN} <= set(allowed_next(rows, seq))
+    assert not {CROSSES, ENDS, EOS} & set(allowed_next(rows, seq))
+    for token in byte_ids("a</thin"):
+        seq.token_ids.append(token)
+        assert rows.take(seq, (token,)) is None
+    after = set(allowed_next(rows, seq))
+    assert CLEAN in after
+    assert not {SPLIT, CROSSES, ENDS, EOS} & after
+
+
+def test_an_answer_opens_reasoning_only_where_it_can_be_closed(inputs):
+    for max_tokens, may in ((SHORTEST, False), (SHORTEST + 1, False), (SHORTEST + 2, True)):
+        rows, seq = GrammarRows(), sequence(inputs["words"], is_open=False, max_tokens=max_tokens)
+        rows.add(seq)
+        allowed = allowed_next(rows, seq)
+        assert (BEGIN in allowed) == may
+        assert byte_ids("{")[0] in allowed
+
+
+def test_the_closing_mark_must_fit_as_well(inputs):
+    with pytest.raises(RequestError, match=f"takes {SHORTEST + 8} tokens"):
+        sequence(inputs["bytes"], is_open=True, max_tokens=SHORTEST + 7)

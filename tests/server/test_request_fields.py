@@ -1,0 +1,139 @@
+"""Fields of a request that change what is told, and how it is cut: not what is generated."""
+
+import time
+
+import pytest
+
+from server.state import ServerLimits
+from tests.server.conftest import CHAT
+
+HELLO = {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 4}
+TRUSTING = {"model_settings": {"trust_request_chat_template": True}}
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}])
+async def test_a_stream_comes_in_pieces_of_its_interval(server, more):
+    body = {"prompt": "ABC", "max_tokens": 8, "stream": True, "stream_interval": 3} | more
+    reply = await server.post(body)
+    if not more:
+        assert reply.texts == ["D", "EFG", "HIJ", "K"]
+        return
+    assert "".join(reply.texts) == "DEFGHIJK"  # pieces that wait together are one chunk
+    tokens = [e["choices"][0]["logprobs"]["tokens"] for e in reply.events]
+    assert ["".join(part) for part in tokens] == reply.texts
+    assert all(len(part) >= 3 for part in tokens[1:-1])
+
+
+async def test_the_servers_interval_holds_where_a_request_has_none(start):
+    server = await start(limits=ServerLimits(stream_interval=100))
+    body = {"prompt": "ABC", "max_tokens": 8, "stream": True}
+    assert (await server.post(body)).texts == ["D", "EFGHIJK"]
+    assert len((await server.post(body | {"stream_interval": 1})).texts) == 8
+    assert (await server.post(body | {"stream": False})).text == "DEFGHIJK"
+
+
+async def test_pieces_that_wait_are_told_before_an_error(start):
+    server = await start(limits=ServerLimits(stream_interval=100))
+    server.engine.before_step = lambda step: time.sleep(0.005)
+    body = {"prompt": "ABC", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    events = (await server.post(body | {"timeout_s": 0.2})).events
+    assert events[-1]["error"]["type"] == "timeout_error"
+    assert len("".join(e["choices"][0]["text"] for e in events[:-1])) > 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_named_tokens_are_told_instead(server, stream):
+    chat = HELLO | {"logprobs": True, "logprob_token_ids": [37, 36], "stream": stream}
+    reply = await server.post(chat, CHAT)
+    if stream:
+        choices = [c for e in reply.events for c in e["choices"] if c["logprobs"]]
+        content = [entry for c in choices for entry in c["logprobs"]["content"]]
+    else:
+        content = reply.body["choices"][0]["logprobs"]["content"]
+    assert [[t["token"] for t in entry["top_logprobs"]] for entry in content] == [["F", "E"]] * 4
+    assert content[0]["top_logprobs"][1]["logprob"] == pytest.approx(-1.661)
+    body = {"prompt": "ABC", "max_tokens": 1, "logprobs": 1, "logprob_token_ids": [36]}
+    reply = await server.post(body | {"stream": stream})
+    (tops,) = (reply.events if stream else [reply.body])[0]["choices"][0]["logprobs"][
+        "top_logprobs"
+    ]
+    assert set(tops) == {"D", "E"}
+
+
+async def test_the_operator_bounds_logprobs(start):
+    server = await start(model_settings={"max_logprobs": 2})
+    asked = {"prompt": "ABC", "max_tokens": 1}
+    assert (await server.post(asked | {"logprobs": 2})).status == 200
+    for name, more in {
+        "logprobs": {"logprobs": 3},
+        "prompt_logprobs": {"prompt_logprobs": 3},
+    }.items():
+        reply = await server.post(asked | more)
+        assert (reply.status, reply.error["param"]) == (400, name)
+    reply = await server.post(HELLO | {"logprobs": True, "top_logprobs": 3}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, "top_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"stop": ["x" * 1025]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"bad_words": ["x" * 1025]}, "bad_words"),
+        ({"stream_interval": 0}, "stream_interval"),
+        ({"stream_interval": 2**31}, "stream_interval"),
+        ({"logprob_token_ids": [36]}, "logprob_token_ids"),
+        ({"logprobs": 1, "logprob_token_ids": []}, "logprob_token_ids"),
+        ({"logprobs": 1, "logprob_token_ids": [512]}, "logprob_token_ids"),
+        ({"logprobs": 1, "logprob_token_ids": [1] * 21}, "logprob_token_ids"),
+        ({"allowed_token_ids": [1] * 513}, "allowed_token_ids"),
+    ],
+)
+async def test_what_is_out_of_bounds_is_refused_by_name(server, more, param):
+    reply = await server.post({"prompt": "ABC", "max_tokens": 2} | more)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_a_requests_own_template_needs_the_operator(server):
+    reply = await server.post(HELLO | {"chat_template": "x"}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, "chat_template")
+    body = {"messages": HELLO["messages"], "chat_template": "x"}
+    assert (await server.post(body, "/tokenize")).status == 400
+
+
+async def test_a_requests_own_template_is_its_alone(start):
+    server = await start(**TRUSTING)
+    own = HELLO | {"chat_template": "{{ messages[0]['content'] }}{{ extra }}KLM"}
+    reply = await server.post(own | {"chat_template_kwargs": {"extra": "x"}}, CHAT)
+    assert reply.text == "NOPQ"
+    body = {"messages": HELLO["messages"], "chat_template": own["chat_template"]}
+    assert (await server.post(body, "/tokenize")).body["count"] == 6
+    assert (await server.post(HELLO, CHAT)).text == "DEFG"
+
+
+LOOP = "{% for i in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% include 'tokenizer_config.json' %}",
+        LOOP * 3 + "{% endfor %}" * 3,
+        "{{ 'x' * 10 ** 9 }}",
+        "{% if a %}" * 3000 + "{% endif %}" * 3000,
+        "(" * 60_000,
+        "x" * 70_000,
+        "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+        "{{ raise_exception('no') }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+async def test_a_bad_template_of_a_request_is_a_400_and_harms_nobody(start, template):
+    server = await start(**TRUSTING)
+    reply = await server.post(HELLO | {"chat_template": template}, CHAT)
+    assert reply.status == 400, reply.raw[:200]
+    assert reply.error["param"] in ("chat_template", "messages", "prompt")
+    assert (await server.post({"prompt": "ABC", "max_tokens": 3})).text == "DEF"
