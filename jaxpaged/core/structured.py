@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one of `json` (a schema), `regex`, `choice`, `grammar` (Lark or EBNF), `json_object`.
+    """Exactly one of `json` (a schema), `regex`, `choice`, `grammar` (Lark or EBNF), `json_object`,
+    `structural_tag` (JSON text with structures and triggers: free text, but for what is tagged).
 
     White space in JSON is one space, or a new line with its indentation, unless
     `whitespace_pattern` says otherwise.
@@ -49,15 +50,10 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs has {', '.join(given) or 'nothing'}: give exactly one of "
-                f"{', '.join(_KINDS[:-1])}",
+                f"{', '.join(_KINDS)}",
                 param="structured_outputs",
             )
-        if self.structural_tag is not None:
-            raise UnsupportedParameter(
-                "structural_tag is not served: use json, regex, choice or grammar",
-                param="structured_outputs",
-            )
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
             _check(name, getattr(self, name), str)
         _check("json", self.json, str | Mapping)
         _check("choice", self.choice, Sequence)

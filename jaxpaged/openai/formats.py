@@ -8,7 +8,7 @@ from jaxpaged.core.structured import StructuredOutputsParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.schema import SamplingFields
 
-_KINDS = "text, json_object and json_schema"
+_KINDS = "text, json_object, json_schema and structural_tag"
 
 
 def structured_outputs(body: SamplingFields) -> StructuredOutputsParams | None:
@@ -40,6 +40,8 @@ def _of_response_format(given: Any) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json_object=True)
     if kind == "json_schema":
         return StructuredOutputsParams(json=_schema(given.get("json_schema")))
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=msgspec.json.encode(given).decode())
     raise UnsupportedParameter(
         f"response_format has type {str(kind)[:40]!r}: {_KINDS} are served",
         param="response_format",

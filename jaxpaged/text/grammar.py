@@ -26,6 +26,7 @@ from jaxpaged.text.grammars.json_text import JsonStyle, bounded_space
 from jaxpaged.text.grammars.network import Network
 from jaxpaged.text.grammars.refusal import not_served, refusal
 from jaxpaged.text.grammars.regex import parse_regex
+from jaxpaged.text.grammars.tagged import tagged_grammar
 from jaxpaged.text.grammars.vocabulary import TokenTree
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -47,6 +48,8 @@ class GrammarParams(Protocol):
     def choice(self) -> Sequence[str] | None: ...
     @property
     def grammar(self) -> str | None: ...
+    @property
+    def structural_tag(self) -> str | None: ...
     @property
     def json_object(self) -> bool | None: ...
     @property
@@ -209,7 +212,7 @@ class _Vocabulary:
 
 
 def _key(params: GrammarParams) -> str:
-    given = [getattr(params, name) for name in _GRAMMAR_KINDS[:-1]]
+    given = [getattr(params, name) for name in _GRAMMAR_KINDS]
     style = (
         params.whitespace_pattern,
         params.disable_any_whitespace,
@@ -225,6 +228,9 @@ def _read(params: GrammarParams) -> tuple[str, Grammar | None, str]:
     """The field that holds it, the grammar where it can be looked into, and llguidance's text."""
     if params.grammar is not None:
         return "grammar", None, _as_lark(params.grammar)
+    if params.structural_tag is not None:
+        tagged = tagged_grammar(params.structural_tag, _json_style(params), MAX_GRAMMAR)
+        return "structural_tag", None, tagged
     if params.regex is not None:
         param, grammar = "regex", Grammar(parse_regex(params.regex, param="regex"))
     elif params.choice is not None:
@@ -235,10 +241,7 @@ def _read(params: GrammarParams) -> tuple[str, Grammar | None, str]:
 
 
 def _json_grammar(params: GrammarParams) -> Grammar:
-    space = bounded_space()
-    if params.whitespace_pattern is not None:
-        space = parse_regex(params.whitespace_pattern, param="whitespace_pattern")
-    style = JsonStyle(None if params.disable_any_whitespace else space)
+    style = _json_style(params)
     schema: Any = params.json if params.json is not None else {"type": "object"}
     if isinstance(schema, str):
         try:
@@ -250,6 +253,13 @@ def _json_grammar(params: GrammarParams) -> Grammar:
         return json_schema_grammar(schema, style, param="json", closes_objects=closes)
     except RecursionError:
         raise refusal("json: the schema is nested too deep") from None
+
+
+def _json_style(params: GrammarParams) -> JsonStyle:
+    space = bounded_space()
+    if params.whitespace_pattern is not None:
+        space = parse_regex(params.whitespace_pattern, param="whitespace_pattern")
+    return JsonStyle(None if params.disable_any_whitespace else space)
 
 
 def _as_lark(grammar: str) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
-from tests.support.models import EOS, VOCAB
+from tests.support.models import EOS, VOCAB, byte_ids
 from tests.support.schemas import ODD_WORDS, SCHEMA_WITH_REFERENCE, check_json, random_schema
 
 WORDS = -(-VOCAB // 32)
@@ -24,6 +26,7 @@ class Params:
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: str | None = None
     json_object: bool | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
@@ -146,6 +149,57 @@ def test_larks_and_ebnf_are_followed(grammars):
         data = answer(grammars, grammar, 1000, rng)
         assert data is not None
         assert data.strip(b"b") == b"a"
+
+
+def test_tagged_parts_of_free_text_are_held_to_their_schemas(grammars):
+    rng, found = np.random.default_rng(0), Counter()
+    tags = [
+        {
+            "begin": "<f=a>",
+            "schema": {"type": "integer", "maximum": 99, "minimum": 0},
+            "end": "</f>",
+        },
+        {"begin": "<f=b>", "schema": {"enum": [True, None]}, "end": "</f>"},
+        {"begin": "[x", "schema": {"enum": ["y"]}, "end": "]"},
+    ]
+    text = json.dumps({"structures": tags, "triggers": ["<f=", "[x"]})
+    compiled = grammars.compile(Params(structural_tag=text))
+    assert compiled.shortest is None
+    for _ in range(12):
+        matcher, ids = GrammarMatcher(compiled), list[int]()
+        for token in byte_ids(rng.choice(["so <", "a <f=a>", "<f=b>", "[x", "-"])):
+            assert matcher.accept(token)
+            ids.append(token)
+        mask = np.zeros((1, WORDS), np.uint32)
+        liked = byte_ids('<f=[x</"y')
+        for _ in range(60):
+            mask[:] = 0xFFFFFFFF
+            MaskFiller().narrow(mask, [MaskRow(0, matcher, ids, PLENTY, True)])
+            allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
+            likely = [token for token in liked if token in allowed]
+            ids.append(int(rng.choice(likely if likely and rng.random() < 0.6 else allowed)))
+            assert matcher.accept(ids[-1])
+        data = b"".join(grammars.tree.bytes_of(i) for i in ids)
+        for whole in re.findall(rb"<f=(?:a>\d\d?</f>|b>(?:true|null)</f>)|\[x\"y\"\]", data):
+            found[whole[:4]] += 1
+            data = data.replace(whole, b"")
+        assert data.count(b"<f=") + data.count(b"[x") <= 1, data  # only the last may be open
+    assert len(found) == 3, found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", "{}", '{"structures": [], "triggers": ["a"]}',
+        '{"structures": [{"begin": "a", "end": 1, "schema": {}}], "triggers": ["a"]}',
+        '{"structures": [{"begin": "b", "end": "", "schema": {}}], "triggers": ["a"]}',
+        '{"structures": [{"begin": "a", "end": "", "schema": {"not": {}}}], "triggers": ["a"]}',
+        '{"structures": {"begin": "a"}, "triggers": "a"}', '{"format": {"type": "any_text"}}',
+    ],
+)  # fmt: skip
+def test_a_tag_that_cannot_be_served_is_refused(grammars, text):
+    with pytest.raises(RequestError, match=r"structural_tag|not served"):
+        grammars.compile(Params(structural_tag=text))
 
 
 def test_escapes_behind_a_reference_stay_whole(grammars):
