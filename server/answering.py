@@ -38,7 +38,8 @@ class Writer(Protocol):
 async def respond(request: web.Request, server: ServerState, job: Job) -> web.StreamResponse:
     """Run the job and answer; leaving for any reason aborts it."""
     with server.open(job):
-        if job.body.stream and job.form.is_plain and not job.each_usage:
+        is_plain = job.form.is_plain and not job.each_usage and job.beams is None
+        if job.body.stream and is_plain:
             return await stream_directly(request, server, job)
         if not job.body.stream:
             fields = await whole_answer(job, server.engine)

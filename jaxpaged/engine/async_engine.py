@@ -161,8 +161,7 @@ class AsyncLLM(ServedEngine):
         if not is_finished:
             self._send(lambda: self._engine.abort(request_id))
 
-    async def abort(self, request_id: str) -> None:
-        """Stop a request; its answers end where they are, with the finish reason abort."""
+    async def _abort(self, request_id: str) -> None:
         self._send(lambda: self._deliver(self._engine.abort(request_id)))
 
     async def control(self, method: str, *arguments: Any) -> Any:

@@ -40,9 +40,14 @@ def begin(inputs: InputProcessor, prompt: Prompt, params: BeamSearchParams) -> B
         RequestError: the prompt is none, or too long for `max_tokens` more.
     """
     _, token_ids = inputs.encode(prompt)
-    if len(token_ids) + params.max_tokens > inputs.max_len:
-        raise PromptTooLong(len(token_ids), params.max_tokens, inputs.max_len)
+    check_room(len(token_ids), params, inputs.max_len)
     return Beams(token_ids, params, inputs.tokenizer.eos_token_ids)
+
+
+def check_room(num_prompt_tokens: int, params: BeamSearchParams, max_model_len: int) -> None:
+    """Refuse a search that does not fit the context."""
+    if num_prompt_tokens + params.max_tokens > max_model_len:
+        raise PromptTooLong(num_prompt_tokens, params.max_tokens, max_model_len)
 
 
 def step_params(params: BeamSearchParams) -> SamplingParams:

@@ -249,8 +249,7 @@ class RemoteLLM(ServedEngine):
         if self._sinks.pop(request_id, None) is not None:
             self._connection.send(Release(request_id, is_finished))
 
-    async def abort(self, request_id: str) -> None:
-        """Stop a request; its answers end where they are, with the finish reason abort."""
+    async def _abort(self, request_id: str) -> None:
         await self._call("abort", request_id)
 
     async def control(self, method: str, *arguments: Any) -> Any:

@@ -1,17 +1,21 @@
 """An engine as the server and other callers in one event loop see it."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
+from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.assembler import Assembler
+from jaxpaged.engine.beam_search import check_room
 from jaxpaged.engine.inbox import EventSink, Inbox, Sinks, spaced
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.served_beams import BeamSearch
 from jaxpaged.engine.texts import PromptTexts
 from jaxpaged.metrics import EngineLoad
 from jaxpaged.text.templates import ChatTemplate
@@ -36,6 +40,7 @@ class ServedEngine(ABC):
     def __init__(self, inputs: InputProcessor, template: ChatTemplate | None, sinks: Sinks):
         self.tokenizer = inputs.tokenizer
         self._texts, self._sinks = PromptTexts(inputs, template), sinks
+        self._searches: dict[str, BeamSearch] = {}
 
     @property
     @abstractmethod
@@ -145,6 +150,33 @@ class ServedEngine(ABC):
         finally:
             self.release(request.request_id, is_finished=assembler.is_finished)
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        key_name: str = "",
+    ) -> AsyncGenerator[RequestOutput]:
+        """The likeliest answers, best first, in one output. Leaving it, `abort` and `fail` end it.
+
+        Raises what `generate` raises.
+        """
+        text, ids = await self.encode(prompt)
+        check_room(len(ids), params, self.max_model_len)
+        search = self._searches[request_id] = BeamSearch(ids, params, self.tokenizer)
+        step = functools.partial(
+            self.generate, priority=priority, cache_salt=cache_salt, key_name=key_name
+        )
+        try:
+            beams = await search.run(step, request_id, self._sinks)
+        finally:
+            del self._searches[request_id]
+        answers = [search.answer(index, beam) for index, beam in enumerate(beams)]
+        yield RequestOutput(request_id, text, ids, answers, True)
+
     @abstractmethod
     async def submit(
         self,
@@ -167,9 +199,16 @@ class ServedEngine(ABC):
     def release(self, request_id: str, *, is_finished: bool) -> None:
         """Forget a request that was submitted; one that has not finished is aborted."""
 
-    @abstractmethod
     async def abort(self, request_id: str) -> None:
         """Stop a request; its answers end where they are, with the finish reason abort."""
+        search = self._searches.get(request_id)
+        if search is None:
+            await self._abort(request_id)
+        else:
+            search.is_ended = True
+
+    @abstractmethod
+    async def _abort(self, request_id: str) -> None: ...
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Have a request's caller see `error`; one that is not here is no error."""

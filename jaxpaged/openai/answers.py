@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import GenerationFailed, RequestError
@@ -13,24 +14,20 @@ from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.completions import completion_job, read_completion
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.schema import ChatRequest
-from jaxpaged.openai.streams import Numbered, merged
+from jaxpaged.openai.streams import Numbered, Outputs, merged
 
 
 def outputs_of(job: Job, engine: ServedEngine) -> Numbered:
     """(prompt's number, output) as they come; closing it aborts what still runs."""
-    return merged(
-        [
-            engine.generate(
-                prompt,
-                job.params,
-                request_id,
-                priority=job.priority,
-                cache_salt=job.cache_salt,
-                key_name=job.key_name,
-            )
-            for request_id, prompt in zip(job.request_ids, job.prompts, strict=True)
-        ]
-    )
+
+    def outputs(request_id: str, prompt: Prompt) -> Outputs:
+        salt, name = job.cache_salt, job.key_name
+        for_all = {"priority": job.priority, "cache_salt": salt, "key_name": name}
+        if job.beams is not None:
+            return engine.beam_search(prompt, job.beams, request_id, **for_all)
+        return engine.generate(prompt, job.params, request_id, **for_all)
+
+    return merged([outputs(*one) for one in zip(job.request_ids, job.prompts, strict=True)])
 
 
 async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:

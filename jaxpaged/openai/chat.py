@@ -14,7 +14,7 @@ from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import CHAT, Envelope, Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
-from jaxpaged.openai.params import chat_params, check_logprobs, salt_of
+from jaxpaged.openai.params import beam_params, chat_params, check_logprobs, salt_of
 from jaxpaged.openai.parsed import ParsedAnswer
 from jaxpaged.openai.prompts import encode_chat
 from jaxpaged.openai.schema import ChatRequest, decode_body
@@ -57,7 +57,9 @@ async def chat_job(
     parsing = _parsing(body, use, params, engine.model_settings, prompt["prompt"])
     form = ChatForm(body, engine, parsing)
     envelope = Envelope.new("chatcmpl", model)
-    return Job(body, [prompt], params, envelope, form, salt_of(body, key_id), key_id, usage)
+    beams = beam_params(body, params, engine.max_model_len - len(prompt["prompt_token_ids"]))
+    salt = salt_of(body, key_id)
+    return Job(body, [prompt], params, envelope, form, salt, key_id, usage, beams)
 
 
 def _with_reasoning(params: SamplingParams, settings: ModelSettings, prompt: str) -> SamplingParams:

@@ -10,7 +10,7 @@ from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import COMPLETION, Envelope, Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import CompletionLogprobs, TokenLabels, prompt_logprobs
-from jaxpaged.openai.params import check_logprobs, completion_params, salt_of
+from jaxpaged.openai.params import beam_params, check_logprobs, completion_params, salt_of
 from jaxpaged.openai.prompts import completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, decode_body
 from jaxpaged.openai.truncation import truncated
@@ -39,7 +39,8 @@ async def completion_job(
         prompts = [await truncated(body, prompt, params.max_tokens, engine) for prompt in prompts]
     form = CompletionForm(body, params, engine)
     salt = salt_of(body, key_id)
-    return Job(body, prompts, params, Envelope.new("cmpl", model), form, salt, key_id, usage)
+    beams, envelope = beam_params(body, params, engine.max_model_len), Envelope.new("cmpl", model)
+    return Job(body, prompts, params, envelope, form, salt, key_id, usage, beams)
 
 
 class CompletionForm:

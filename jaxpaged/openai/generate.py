@@ -11,7 +11,7 @@ from jaxpaged.openai.chunks import Envelope, Usage
 from jaxpaged.openai.completions import read_completion
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
-from jaxpaged.openai.params import check_logprobs, completion_params, salt_of
+from jaxpaged.openai.params import beam_params, check_logprobs, completion_params, salt_of
 from jaxpaged.openai.prompts import completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, GenerateRequest, decode_body
 
@@ -37,7 +37,8 @@ def generate_job(
     params = replace(params, detokenize=bool(params.stop))
     prompts = completion_prompts(body.token_ids, params.n, engine)
     envelope, form = Envelope.new("gen", model), TokensForm(whole, engine, body.request_id)
-    return Job(whole, prompts, params, envelope, form, salt_of(whole, key_id), key_id, usage)
+    beams, salt = beam_params(whole, params, engine.max_model_len), salt_of(whole, key_id)
+    return Job(whole, prompts, params, envelope, form, salt, key_id, usage, beams)
 
 
 def _as_completion(body: GenerateRequest) -> CompletionRequest:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.openai.chunks import ChunkWriter, Envelope, Usage
@@ -44,6 +45,7 @@ class Job:
     cache_salt: str
     key_name: str  # of the API key, for fairness between keys
     usage: Usage  # so far
+    beams: BeamSearchParams | None = None  # where the answers are searched for
 
     @property
     def request_ids(self) -> list[str]:

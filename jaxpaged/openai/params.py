@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import MAX_LOGPROBS, OutputKind, SamplingParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.formats import structured_outputs
 from jaxpaged.openai.schema import ChatRequest, CompletionRequest, PrefixRequest, SamplingFields
 
+_NOT_WITH_BEAMS = (
+    "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
+    "logits_processors", "structured_outputs", "response_format", "presence_penalty",
+    "frequency_penalty", "prompt_logprobs", "logprob_token_ids", "explain", "tools",
+)  # fmt: skip
 COMPLETION_MAX_TOKENS = 16
 MAX_SALT = 1024  # characters
 MAX_TIMEOUT_S = 86_400.0
@@ -132,10 +138,7 @@ def _check_served(body: SamplingFields) -> None:
             f"best_of is {body.best_of}: only n answers are made; leave it out", param="best_of"
         )
     if body.use_beam_search:
-        raise UnsupportedParameter(
-            "use_beam_search is not served over HTTP: leave it out, or use LLM.beam_search offline",
-            param="use_beam_search",
-        )
+        _check_beams(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if body.timeout_s is not None and not 0 < body.timeout_s <= MAX_TIMEOUT_S:
@@ -147,6 +150,30 @@ def _check_served(body: SamplingFields) -> None:
         raise RequestError(
             f"request_id has over {MAX_SALT} characters: shorten it", param="request_id"
         )
+
+
+def beam_params(body: SamplingFields, params: SamplingParams, room: int) -> BeamSearchParams | None:
+    """How to search, where the request wants beam search; `room` tokens fit behind the prompt."""
+    if not body.use_beam_search:
+        return None
+    try:
+        return BeamSearchParams(
+            beam_width=params.n,
+            max_tokens=max(1, room) if params.max_tokens is None else params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+    except RequestError as error:
+        error.param = "n" if error.param == "beam_width" else error.param
+        raise
+
+
+def _check_beams(body: SamplingFields) -> None:
+    """Beam search asks the model for its likeliest tokens, and nothing changes or cuts those."""
+    for name in (*_NOT_WITH_BEAMS, "logprobs", "top_logprobs"):
+        if getattr(body, name, None) not in (None, False, 0):
+            raise RequestError(f"{name} does not go with use_beam_search", param=name)
 
 
 def _first(*values: Any) -> Any:

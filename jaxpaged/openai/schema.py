@@ -62,9 +62,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     timeout_s: float | None = None  # for the whole answer
     truncate_prompt_tokens: int | None = None  # keep so many; -1: as many as fit
     truncation_side: Literal["left", "right"] | None = None  # what is cut off; left by default
+    use_beam_search: bool | None = None  # n is the width then
+    length_penalty: float | None = None  # of beam search
     # known and not served: anything but null is refused
     best_of: int | None = None
-    use_beam_search: bool | None = None
     prompt_embeds: Any = None
     guided_json: Any = None
     guided_regex: Any = None
