@@ -139,7 +139,7 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     state = request.app[SERVER]
-    state.deadlines.arrived(request.protocol)
+    state.connections.arrived(request.protocol)
     start = time.monotonic()
     code = 499  # the client left
     try:
@@ -147,7 +147,7 @@ async def count_requests(request: web.Request, handler: Handler) -> web.StreamRe
         code = response.status
         return response
     finally:
-        state.deadlines.answered(request.protocol)
+        state.connections.answered(request.protocol)
         _note(request, state, code, time.monotonic() - start)
 
 

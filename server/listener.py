@@ -1,6 +1,7 @@
 """An application on a socket: the HTTP settings that the handlers rely on."""
 
 import asyncio
+import resource
 import socket
 import ssl
 from typing import Self
@@ -13,7 +14,20 @@ from server.state import SERVER
 
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
+MOST_FILES, SPARE_FILES = 16_384, 256
 CLOSE_S = 1.0  # for connections to end by themselves, once nobody works any more
+
+
+def connection_limit() -> int:
+    """How many connections the process has files for, once it may open as many as the system lets.
+
+    Some files stay free for everything else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(SPARE_FILES, most - SPARE_FILES)
 
 
 class Listener:
@@ -67,4 +81,4 @@ class Listener:
         server = self._runner.server
         assert server is not None
         protocol: RequestHandler = server()
-        return TimedConnection(protocol, self._state.deadlines)
+        return TimedConnection(protocol, self._state.connections)

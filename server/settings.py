@@ -13,6 +13,7 @@ import yaml
 from jaxpaged.config.flags import ArgumentParser
 from jaxpaged.errors import ConfigError
 from server.auth import ApiKey, parse_key_line
+from server.listener import connection_limit
 from server.state import ServerLimits
 
 
@@ -54,6 +55,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     watchdog = args.watchdog_timeout
     limits = ServerLimits(
         max_request_bytes=args.max_request_bytes,
+        max_connections=connection_limit(),
         shutdown_timeout_s=args.shutdown_timeout,
         stall_timeout_s=args.stall_timeout,
         watchdog_timeout_s=2 * args.stall_timeout if watchdog is None else watchdog,

@@ -9,18 +9,19 @@ from typing import Any
 from aiohttp import web
 
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import Draining, OutOfTime
+from jaxpaged.errors import CapacityError, Draining, OutOfTime
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.schema import SamplingFields, StreamOptions
 from server.auth import KEY
-from server.deadlines import HeadDeadlines
+from server.deadlines import Connections
 from server.errors import HttpError
 from server.http_metrics import HttpMetrics
 from server.limits import ALL, NO_LIMITS, Limits, RateLimits
 
 RETRY_AFTER_S = 5.0
 LOOK_AGAIN_S = 0.2
+SMALL_BODY = 65_536  # bytes that always find room
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class ServerLimits:
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     write_timeout_s: float = 30.0
+    max_connections: int = 4096
+    max_waiting_bytes: int = 2**29  # of all bodies that are arriving
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0
     watchdog_timeout_s: float = 120.0
@@ -60,12 +63,16 @@ class ServerState:
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     is_draining: bool = False
     num_working: int = 0
+    num_waiting_bytes: int = 0  # of bodies that are not whole yet
     open_ids: set[str] = field(default_factory=set[str])  # the engine's, of requests being answered
     open_jobs: list[Job] = field(default_factory=list[Job])
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.deadlines = HeadDeadlines(self.limits.header_timeout_s)
+        ours = self.limits
+        self.connections = Connections(
+            ours.header_timeout_s, ours.write_timeout_s, ours.max_connections
+        )
         limits = Limits(self.limits.requests_per_minute, self.limits.tokens_per_minute)
         self.rates = RateLimits(limits)
 
@@ -189,8 +196,25 @@ async def read_body(request: web.Request) -> bytes:
         raise HttpError(413, f"the body is larger than {limits.max_request_bytes} bytes")
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            return await request.read()
+            return await _arriving(request)
     except TimeoutError:
         raise HttpError(
             408, f"the body did not arrive within {limits.body_timeout_s:g} s"
         ) from None
+
+
+async def _arriving(request: web.Request) -> bytes:
+    state, data = request.app[SERVER], bytearray()
+    limits = state.limits
+    try:
+        async for part in request.content.iter_any():
+            data += part
+            state.num_waiting_bytes += len(part)
+            if len(data) > limits.max_request_bytes:
+                raise HttpError(413, f"the body is larger than {limits.max_request_bytes} bytes")
+            is_large = len(data) > SMALL_BODY
+            if is_large and state.num_waiting_bytes > limits.max_waiting_bytes:
+                raise CapacityError("too many large bodies arrive at once: try again")
+    finally:
+        state.num_waiting_bytes -= len(data)
+    return bytes(data)

@@ -98,7 +98,7 @@ async def test_a_second_signal_ends_it_at_once(life):
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(0.1)
     os.kill(os.getpid(), signal.SIGINT)
-    assert "aborted" in (await stream).events[-1]["error"]["message"]
+    assert "shut down" in (await stream).events[-1]["error"]["message"]
     assert await asyncio.wait_for(task, 5) == EXIT_DONE
 
 
