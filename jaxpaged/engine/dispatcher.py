@@ -1,6 +1,7 @@
 """Where the requests of several replicas are: sent, moved when a replica is lost, and released."""
 
 import asyncio
+import contextlib
 import dataclasses
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -43,6 +44,12 @@ class Dispatcher:
         for place in self._places.pop(request_id, ()):
             self._router.ended(place.replica.index, place.weight)
             place.llm.release(request_id, is_finished=is_finished)
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request wherever it is; its answers end where they are."""
+        for place in tuple(self._places.get(request_id, ())):
+            with contextlib.suppress(EngineStopped):  # it is moved or failed then
+                await place.llm.abort(request_id)
 
     def move(self, place: "_Place", error: EngineStopped) -> None:
         """Give a request that nothing has come of to another replica; `error` if there is none."""

@@ -197,6 +197,9 @@ class ReplicaSet(ServedEngine):
         self._sinks.pop(request_id, None)
         self._dispatcher.release(request_id, is_finished=is_finished)
 
+    async def _abort(self, request_id: str) -> None:
+        await self._dispatcher.abort(request_id)
+
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl` on every replica; of several answers one is made.
 
