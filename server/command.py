@@ -81,7 +81,12 @@ async def _serve(
 async def _start(config: EngineConfig, settings: ServerSettings, worker: str) -> ServedEngine:
     """The engine in a process of its own, where parsing and writing HTTP cannot delay its steps."""
     log_level, show_progress = settings.log_level, sys.stderr.isatty()
-    if config.parallel.data_parallel_size > 1 and settings.engine_process:
+    if config.parallel.data_parallel_size > 1:
+        if not settings.engine_process:
+            raise ConfigError(
+                "--disable-frontend-multiprocessing keeps the engine in the server's process, "
+                "which holds one replica: leave it out, or --data-parallel-size"
+            )
         policy = ReplicaPolicy(settings.limits.watchdog_timeout_s)
         return await ReplicaSet.start(
             config, log_level=log_level, show_progress=show_progress, module=worker, policy=policy

@@ -91,14 +91,12 @@ class Dispatcher:
             await self._place(lost.order, lost.sink, lost.replica)
         except JaxPagedError:
             lost.sink.fail(error)
-        else:
-            self._metrics.moved[lost.replica.index].inc()
 
     async def _place(
         self, order: Order, sink: EventSink, without: Replica | None = None
     ) -> Request:
         """Send a request to the replica that suits it best, and to the next where that refuses."""
-        prefixes = self._prefixes(order)
+        prefixes, lost = self._prefixes(order), [] if without is None else [without]
         refusal: JaxPagedError = EngineStopped("no replica is running")
         left = [replica for replica in self.running() if replica is not without]
         while left:
@@ -108,9 +106,16 @@ class Dispatcher:
             left.remove(replica)
             place = self._new_place(replica, order, sink, may_move=without is None)
             try:
-                return await self._send(place, prefixes)
-            except (CapacityError, EngineStopped) as error:
+                request = await self._send(place, prefixes)
+            except CapacityError as error:
                 refusal = error
+            except EngineStopped as error:
+                refusal = error
+                lost.append(replica)
+            else:
+                for replica in lost:
+                    self._metrics.moved[replica.index].inc()
+                return request
         raise refusal
 
     async def _warm(self, order: Order, pin: Pin, sink: EventSink) -> Request:

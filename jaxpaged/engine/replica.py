@@ -13,6 +13,7 @@ from jaxpaged.errors import JaxPagedError
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.25  # between two looks at the process
+SUSPECT_S = 2.0  # for a process to end whose engine told a request that it stopped
 AVOID_S = 5.0  # without a step while work waits, before new requests go elsewhere
 STEADY_S = 600.0  # of life, after which earlier deaths no longer count
 
@@ -60,10 +61,8 @@ class Replica:
         """
         delays = iter(self.policy.restart_delays_s)
         while True:
-            while self.is_running and not self._hangs():
+            while not await self._is_lost():
                 await asyncio.sleep(WATCH_S)
-            if self.is_running:
-                self._give_up()
             if time.monotonic() - self._begun_at > STEADY_S:
                 delays = iter(self.policy.restart_delays_s)
             self.state = "restarting"
@@ -73,11 +72,16 @@ class Replica:
                 log.error("replica %d stays out: it was started too often", self.index)
                 return
 
-    def _hangs(self) -> bool:
-        return self.llm.seconds_without_progress > self.policy.watchdog_timeout_s
-
-    def _give_up(self) -> None:
+    async def _is_lost(self) -> bool:
+        if self.llm.is_running and self._failed is self.llm:
+            await asyncio.sleep(SUSPECT_S)
+            self._failed = None  # it goes on, unless its process has ended by now
         seconds = self.llm.seconds_without_progress
+        if self.llm.is_running and seconds > self.policy.watchdog_timeout_s:
+            self._give_up(seconds)
+        return not self.llm.is_running
+
+    def _give_up(self, seconds: float) -> None:
         log.error("replica %d: no step ended for %.1f s; stacks follow", self.index, seconds)
         self.llm.give_up(f"replica {self.index} hung: no step ended for {seconds:.0f} s")
 
