@@ -73,15 +73,24 @@ def write_model(folder: Path, *, num_layers: int, embed: int = 2048, vocab: int 
     return total
 
 
-class PeakMemory:
-    """What the process takes at most from here on, over what it has."""
+class Cost:
+    """What the process takes from here on: seconds, seconds of cores, memory over what it has."""
 
     def __init__(self):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._start = _status("VmRSS")
+        self._memory = _status("VmRSS")
+        self._start, self._cpu = time.perf_counter(), time.process_time()
 
-    def bytes(self) -> int:
-        return _status("VmHWM") - self._start
+    def of(self, num_bytes: int, held: int, allowed: int) -> dict[str, float]:
+        """For so many bytes of weights, of which so many are held now and may be."""
+        seconds, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu
+        return {
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "mb_per_s": num_bytes / seconds / 1e6,
+            "excess_bytes": _status("VmHWM") - self._memory - held,
+            "allowed_bytes": allowed + ALLOWED_BYTES,
+        }
 
 
 def measure_load(folder: Path, num_shards: int) -> dict[str, float]:
@@ -96,16 +105,10 @@ def measure_load(folder: Path, num_shards: int) -> dict[str, float]:
     placement = make_placement(ParallelSettings(tensor_parallel_size=num_shards))
     files = open_model(folder, dtype=jnp.bfloat16, placement=placement)
     jax.block_until_ready(jnp.zeros(1))
-    peak, start = PeakMemory(), time.perf_counter()
+    cost = Cost()
     params = files.load().params
-    seconds = time.perf_counter() - start
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return {
-        "seconds": seconds,
-        "mb_per_s": held / seconds / 1e6,
-        "excess_bytes": peak.bytes() - held,
-        "allowed_bytes": held // num_shards + ALLOWED_BYTES,
-    }
+    return cost.of(held, held, held // num_shards)
 
 
 def measure_conversion(folder: Path, out: Path) -> dict[str, float]:
@@ -118,16 +121,10 @@ def measure_conversion(folder: Path, out: Path) -> dict[str, float]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.devices()
-    peak, start = PeakMemory(), time.perf_counter()
+    cost = Cost()
     assert convert([str(folder), str(out)]) == 0
-    seconds = time.perf_counter() - start
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return {
-        "seconds": seconds,
-        "mb_per_s": size / seconds / 1e6,
-        "excess_bytes": peak.bytes(),
-        "allowed_bytes": size // 8 + ALLOWED_BYTES,
-    }
+    return cost.of(size, 0, size // 8)
 
 
 def _status(name: str) -> int:
@@ -164,7 +161,8 @@ def _report(name: str, found: dict[str, float]) -> bool:
     mib = 2**20
     excess, allowed = found["excess_bytes"] / mib, found["allowed_bytes"] / mib
     print(
-        f"{name:34}{found['seconds']:7.2f} s {found['mb_per_s']:7.0f} MB/s   "
+        f"{name:32}{found['seconds']:7.2f} s {found['mb_per_s']:6.0f} MB/s "
+        f"{found['cpu_seconds']:6.2f} s of cores   "
         f"excess {excess:6.0f} MiB, allowed {allowed:5.0f}",
         flush=True,
     )

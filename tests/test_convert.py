@@ -39,7 +39,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(source):
-    return converted(source, source.parent / "converted")
+    return converted(source, source.parent / "con verted %41")
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ class OrbaxReader:
         self._label = folder.name
         # several threads ask for whole chunks already: nothing is gained by keeping them
         self._context = tensorstore.Context()
-        base = (folder / WEIGHTS / ITEM).resolve().as_posix()
-        self._files = {"driver": "ocdbt", "base": f"file://{base}/"}
+        base = {"driver": "file", "path": f"{(folder / WEIGHTS / ITEM).resolve()}/"}
+        self._files = {"driver": "ocdbt", "base": base}
 
     def fill(self, path: str, shards: Sequence[Shard]) -> None:
         try:
