@@ -66,6 +66,7 @@ class EngineMetrics:
     """All metrics of one engine. `load` is also the last state as plain numbers."""
 
     _memory: list[Gauge] | None = None  # of devices that tell it
+    num_prompt_tokens = num_output_tokens = 0  # since start
 
     def __init__(self, model_name: str, max_model_len: int, engine: int = 0):
         self.registry = CollectorRegistry()
@@ -147,6 +148,7 @@ class EngineMetrics:
 
     def prompt_added(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)
+        self.num_prompt_tokens += num_tokens
 
     def step_started(self, num_tokens: int) -> None:
         self._step_tokens.observe(num_tokens)
@@ -155,6 +157,7 @@ class EngineMetrics:
         """Count what a step gave and publish the state after it."""
         before, self.load = self.load, load
         self._output_tokens.inc(num_new_tokens)
+        self.num_output_tokens += num_new_tokens
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._waiting_for_capacity.set(load.num_waiting)

@@ -23,9 +23,11 @@ from server.auth import ApiKey, KeyGuard, guard_middleware, route_name
 from server.batching.routes import add_batch_routes, run_batches
 from server.batching.store import BatchStore
 from server.cors import Origins
+from server.engine_state import WATCH, EngineWatch, engine_state
 from server.errors import Handler, errors_as_json
 from server.http_metrics import NOT_COUNTED
 from server.openapi import openapi
+from server.page_files import PageFiles
 from server.state import SERVER, USAGE, ServerLimits, ServerState, payer_of
 
 MAX_REQUEST_ID = 256  # characters of X-Request-Id that are echoed
@@ -52,9 +54,16 @@ def create_app(
     app[responses.STORE] = ResponseStore()
     if store is not None:
         run_batches(app, store, keys)
-    add_routes(app.router)
+    app[WATCH] = EngineWatch(engine)
+    routers: list[web.UrlDispatcher | _Prefixed] = [app.router]
     if limits.root_path.strip("/"):
-        add_routes(_Prefixed(app.router, limits.root_path.rstrip("/")))
+        routers.append(_Prefixed(app.router, limits.root_path.rstrip("/")))
+    page = PageFiles() if limits.has_ui else None
+    for router in routers:
+        add_routes(router)
+        if page is not None:
+            router.add_get("/", page.index, name="page")
+            router.add_get("/page/{name}", page.file, name="page_file")
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         """Echo the client's id, tell it what is left of its limits, and let its page read it."""
@@ -114,6 +123,7 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     one.add_route("DELETE", prefixes.drop)
     router.add_get("/v1/models", status.models, name="models")
     router.add_get("/v1/models/{model:.+}", status.model, name="model")
+    router.add_get("/v1/engine/state", engine_state, name="engine_state")
     router.add_get("/v1/requests/{id}", status.request_explained, name="request")
     router.add_post("/tokenize", tokens.tokenize, name="tokenize")
     router.add_post("/detokenize", tokens.detokenize, name="detokenize")

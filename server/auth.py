@@ -14,9 +14,13 @@ from server.limits import NO_LIMITS, Limits
 
 type Role = Literal["admin", "user", "monitor"]
 
-OPEN_ROUTES = frozenset({"health", "health_live", "health_ready", "ping", "version"})
+OPEN_ROUTES = frozenset({
+    "health", "health_live", "health_ready", "ping", "version", "page", "page_file",
+})  # fmt: skip
 # what a role may use: an admin all, a monitor these, a user all but the operator's
-MONITOR_ROUTES = frozenset({"metrics", "load", "models", "model", "is_sleeping"})
+MONITOR_ROUTES = frozenset({
+    "metrics", "load", "models", "model", "is_sleeping", "engine_state",
+})  # fmt: skip
 OPERATOR_ROUTES = frozenset({
     "metrics", "load", "sleep", "wake_up", "is_sleeping", "reset_prefix_cache", "start_profile",
     "stop_profile", "abort_requests",

@@ -5,7 +5,7 @@ import json
 from typing import Any, cast
 
 from jaxpaged.config.flags import ArgumentParser, add_engine_flags, json_object, whole_number
-from server.state import ServerLimits
+from server.state import UNLOGGED_PATHS, ServerLimits
 
 _LIMITS = ServerLimits()
 
@@ -65,6 +65,12 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one key a line, or name:key:role:requests=NUMBER,tokens=NUMBER with the roles user, "
         "monitor and admin, and limits a minute",
+    )
+    group.add_argument(
+        "--ui",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the web page at /: chat, and a picture of the engine (default: on)",
     )
     group.add_argument(
         "--allowed-origins",
@@ -136,9 +142,9 @@ def _add_operations(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--disable-access-log-for-endpoints",
         type=_names,
-        default=("/health", "/ping", "/metrics"),
+        default=tuple(sorted(UNLOGGED_PATHS)),
         metavar="A,B,...",
-        help="paths without such a line (default: /health, /ping, /metrics)",
+        help=f"paths without such a line (default: {', '.join(sorted(UNLOGGED_PATHS))})",
     )
 
 

@@ -3,7 +3,9 @@
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 TIMES = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-NOT_COUNTED = frozenset({"metrics", "load", "ping", "version", "health", "health_live"})
+NOT_COUNTED = frozenset({
+    "metrics", "load", "ping", "version", "health", "health_live", "engine_state",
+})  # fmt: skip
 
 
 class HttpMetrics:

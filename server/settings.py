@@ -64,6 +64,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         allowed_origins=args.allowed_origins,
         root_path=args.root_path,
         profile_dir=args.profile_dir,
+        has_ui=args.ui,
         is_logging_access=not args.disable_access_log,
         unlogged_paths=frozenset(args.disable_access_log_for_endpoints),
         warm_prefix_share=args.max_warm_prefix_share,

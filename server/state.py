@@ -22,6 +22,7 @@ from server.limits import ALL, NO_LIMITS, Limits, RateLimits
 RETRY_AFTER_S = 5.0
 LOOK_AGAIN_S = 0.2
 SMALL_BODY = 65_536  # bytes that always find room
+UNLOGGED_PATHS = frozenset({"/health", "/ping", "/metrics", "/v1/engine/state"})
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class ServerLimits:
     root_path: str = ""
     profile_dir: str | None = None
     is_logging_access: bool = True
-    unlogged_paths: frozenset[str] = frozenset({"/health", "/ping", "/metrics"})
+    has_ui: bool = True  # the web page at /
+    unlogged_paths: frozenset[str] = UNLOGGED_PATHS
     warm_prefix_share: float = 0.25  # of the pages that may be pinned, for one key but an admin's
     forces_usage: bool = False  # at the end of every stream
     batch_dir: str | None = None

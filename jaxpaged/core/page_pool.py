@@ -3,6 +3,8 @@
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from jaxpaged.errors import InvariantError
 
 
@@ -25,7 +27,7 @@ class PagePool:
         self._blank = list(range(num_pages - 1, 0, -1))  # taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._num_holders = [0] * num_pages
-        self._kept: set[int] = set()  # pages known to the prefix cache, held or not
+        self._is_kept = bytearray(num_pages)  # known to the prefix cache, held or not
 
     @property
     def num_usable(self) -> int:
@@ -72,7 +74,7 @@ class PagePool:
         del self._blank[first:]
         while len(taken) < num_pages:
             page_id, _ = self._cached.popitem(last=False)
-            self._kept.discard(page_id)
+            self._is_kept[page_id] = False
             self.on_evict(page_id)
             taken.append(page_id)
         for page_id in taken:
@@ -97,7 +99,7 @@ class PagePool:
             self._num_holders[page_id] -= 1
             if self._num_holders[page_id]:
                 continue
-            if page_id in self._kept:
+            if self._is_kept[page_id]:
                 self._cached[page_id] = None
             else:
                 self._blank.append(page_id)
@@ -106,11 +108,13 @@ class PagePool:
         """The prefix cache knows this held page now: once free, it stays findable until taken."""
         if not self._num_holders[page_id]:
             raise InvariantError(f"page pool: page {page_id} is to be kept and nobody holds it")
-        self._kept.add(page_id)
+        self._is_kept[page_id] = True
 
     def forget(self, page_id: int) -> None:
         """The prefix cache no longer knows this page."""
-        self._kept.remove(page_id)
+        if not self._is_kept[page_id]:
+            raise InvariantError(f"page pool: page {page_id} is to be forgotten and is not kept")
+        self._is_kept[page_id] = False
         if not self._num_holders[page_id]:
             del self._cached[page_id]
             self._blank.append(page_id)
@@ -118,10 +122,14 @@ class PagePool:
     @property
     def num_kept(self) -> int:
         """Pages known to the prefix cache, held or not."""
-        return len(self._kept)
+        return self._is_kept.count(True)
 
     def is_kept(self, page_id: int) -> bool:
-        return page_id in self._kept
+        return bool(self._is_kept[page_id])
+
+    def kept_pages(self) -> np.ndarray:
+        """By page, 1 where the prefix cache knows it: a view, good until the next change."""
+        return np.frombuffer(self._is_kept, np.uint8)
 
     def check(self) -> None:
         """Compare the whole bookkeeping with itself; costs a walk over all pages.
@@ -132,7 +140,7 @@ class PagePool:
         places = Counter(self._blank)
         places.update(self._cached.keys())
         places.update(page_id for page_id, holders in enumerate(self._num_holders) if holders)
-        if places[0] or self._kept & {0}:
+        if places[0] or self._is_kept[0]:
             raise InvariantError("page pool: the null page was handed out")
         for page_id in range(1, self.num_pages):
             if places[page_id] != 1:
@@ -141,7 +149,8 @@ class PagePool:
                 )
         if min(self._num_holders) < 0:
             raise InvariantError("page pool: a page has fewer than 0 holders")
-        astray = self._kept.intersection(self._blank) | (self._cached.keys() - self._kept)
+        kept = {page_id for page_id, is_kept in enumerate(self._is_kept) if is_kept}
+        astray = kept.intersection(self._blank) | (self._cached.keys() - kept)
         if astray:
             raise InvariantError(
                 f"page pool: pages {sorted(astray)} are free and wrongly kept or cached"

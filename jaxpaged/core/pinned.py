@@ -4,6 +4,9 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.prefix_cache import SHARED_SALT, PrefixCache
@@ -25,6 +28,11 @@ class WarmPrefix:
     @property
     def is_shared(self) -> bool:
         return self.cache_salt == SHARED_SALT
+
+    @cached_property
+    def page_array(self) -> np.ndarray:
+        """`page_ids`, for those who draw them again and again."""
+        return np.array(self.page_ids, np.int32)
 
 
 class PinnedPrefixes:

@@ -54,6 +54,7 @@ class EngineControl:
             "warm_prefixes": self.warm_prefixes,
             "drop_prefix": lambda prefix_id: self._engine.scheduler.drop_prefix(prefix_id),
             "is_sleeping": lambda: self.sleeps,
+            "picture": lambda: self._engine.picture(),
             "start_profile": self.start_profile,
             "stop_profile": self.stop_profile,
         }

@@ -21,6 +21,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.engine.explain import Explanations
 from jaxpaged.engine.grammar_rows import GrammarRows
+from jaxpaged.engine.picture import EnginePicture, take_picture
 from jaxpaged.engine.runner import PendingStep, Runner, StepResult
 from jaxpaged.engine.stream import Stream
 from jaxpaged.engine.verification import verify
@@ -121,6 +122,12 @@ class Engine:
     def explanation(self, request_id: str) -> dict[str, Any] | None:
         """Why a request waited and what it got, see `Explanations`; None where nothing is known."""
         return self._explanations.find(request_id, self._requests.get(request_id, ()))
+
+    def picture(self) -> EnginePicture:
+        """What every page holds and who is there, now."""
+        seqs = [stream.seq for stream in self._streams.values()]
+        num_tokens = self.metrics.num_prompt_tokens, self.metrics.num_output_tokens
+        return take_picture(seqs, self.scheduler, self._builder, self._load(), num_tokens)
 
     def step(self) -> list[TokenEvent]:
         """Start the next step if there is one to start, and tell what an earlier one gave."""

@@ -19,7 +19,7 @@ def bearer(key: str) -> dict[str, str]:
 async def all_routes(server):
     for route in server.app.router.routes():
         resource = route.resource
-        path = resource.canonical.replace("{model}", "S")
+        path = resource.canonical.replace("{model}", "S").replace("{name}", "app.js")
         yield route.method, path, resource.name
 
 

@@ -24,6 +24,14 @@ from jaxpaged.engine.capacity import plan_memory
 from jaxpaged.engine.factory import EngineParts
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import DeviceMemory
+from jaxpaged.engine.picture import (
+    BLANK,
+    CACHED,
+    FIRST_OWNER,
+    NULL,
+    EnginePicture,
+    SequencePicture,
+)
 from jaxpaged.metrics import EngineLoad, EngineMetrics
 from jaxpaged.text.detokenizer import Detokenizer
 from jaxpaged.text.templates import ChatTemplate
@@ -53,6 +61,8 @@ class FakeEngine:
     before_step: Callable[[int], None] = lambda step: None
     num_steps: int = 0
     num_aborted: int = 0
+    num_pictures: int = 0
+    num_pages: int = 20
     last_step_time: float = field(default_factory=time.monotonic)
     last_request: Request | None = None
     scheduler: Any = field(
@@ -99,6 +109,21 @@ class FakeEngine:
         self.num_aborted += bool(ended)
         self._publish(0)
         return [self._event(a, (), a.detokenizer.flush(), "abort", None, None) for a in ended]
+
+    def picture(self) -> EnginePicture:
+        """Every answer holds one page."""
+        self.num_pictures += 1
+        cells, told = bytearray([NULL]), list[SequencePicture]()
+        for answer in self._answers:
+            request, owner = answer.request, FIRST_OWNER + len(told)
+            cells.append(owner)
+            counts = (len(request.prompt_token_ids), 0, 0, answer.num_new, request.max_tokens, 0)
+            name = request.request_id, request.key_name, answer.choice
+            told.append(SequencePicture(*name, "running", owner, 1, *counts, 0.0))
+        cells += bytes([CACHED]) * 3 + bytes([BLANK]) * (self.num_pages - len(cells) - 3)
+        return EnginePicture(
+            bytes(cells), 16, told, self.metrics.load, "line", self.num_steps, 0, 0, 0.0
+        )
 
     def step(self) -> list[TokenEvent]:
         self.num_steps += 1
