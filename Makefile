@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODEL := $$($(PYTHON) scripts/demo_model.py)
 
-.PHONY: help setup demo serve test test-slow test-gpu check fmt notebooks golden clean
+.PHONY: help setup demo serve test test-slow test-browser test-gpu check fmt notebooks golden clean
 
 help:
 	@echo "make demo       install, fetch a small chat model, and let it answer on this CPU"
@@ -13,6 +13,7 @@ help:
 	@echo "make serve      serve the demonstration model on port 8000"
 	@echo "make fmt        format and fix what can be fixed"
 	@echo "make test-slow  the long property runs;  make test-gpu  what needs an NVIDIA GPU"
+	@echo "make test-browser  the web page in a headless Chromium, where one is installed"
 	@echo "make notebooks  execute the notebooks;   make clean     remove the environment"
 	@echo "EXTRAS=cuda13 (or cuda12) with setup installs JAX for an NVIDIA GPU"
 
@@ -30,6 +31,9 @@ test: .venv/ready-dev
 
 test-slow: .venv/ready-dev
 	$(PYTHON) -m pytest -q -m slow
+
+test-browser: .venv/ready-dev
+	$(PYTHON) -m pytest -q -m browser
 
 test-gpu: .venv/ready-dev
 	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -q -m gpu
