@@ -19,6 +19,7 @@ from jaxpaged.metrics import EngineLoad
 # what a page's byte says; from FIRST_OWNER on it names the one sequence that holds it, by its slot
 NULL, BLANK, CACHED, PINNED, SHARED = range(5)
 FIRST_OWNER, NUM_OWNERS = 16, 240
+_SHIFT = 31  # colours between the first slots of two engines
 MAX_WAITING = 64  # waiting sequences that are told of
 _STATES = {state: state.value for state in SeqState}
 
@@ -81,6 +82,36 @@ def take_picture(
         output_tokens=num_tokens[1],
         time_s=now,
     )
+
+
+def join_pictures(pictures: Sequence[EnginePicture], load: EngineLoad) -> EnginePicture:
+    """One picture of several engines behind one endpoint: their pools end to end.
+
+    `load` is that of all together. Colours are shifted, so that neighbours' differ.
+    """
+    cells, sequences = list[bytes](), list[SequencePicture]()
+    for index, picture in enumerate(pictures):
+        shift = index * _SHIFT % NUM_OWNERS
+        table = [*range(FIRST_OWNER), *(_shifted(byte, shift) for byte in range(FIRST_OWNER, 256))]
+        cells.append(picture.cells.translate(bytes(table)))
+        sequences += [
+            msgspec.structs.replace(seq, owner=table[seq.owner]) for seq in picture.sequences
+        ]
+    waits = [picture.wait_cause for picture in pictures if picture.load.num_waiting]
+    return msgspec.structs.replace(
+        pictures[0],
+        cells=b"".join(cells),
+        sequences=sequences,
+        load=load,
+        wait_cause=waits[0] if waits else pictures[0].wait_cause,
+        num_steps=sum(picture.num_steps for picture in pictures),
+        prompt_tokens=sum(picture.prompt_tokens for picture in pictures),
+        output_tokens=sum(picture.output_tokens for picture in pictures),
+    )
+
+
+def _shifted(owner: int, shift: int) -> int:
+    return FIRST_OWNER + (owner - FIRST_OWNER + shift) % NUM_OWNERS
 
 
 def _cells(running: Sequence[TokenSequence], scheduler: Scheduler, builder: BatchBuilder) -> bytes:

@@ -16,6 +16,7 @@ from jaxpaged.engine.picture import (
     PINNED,
     SHARED,
     EnginePicture,
+    join_pictures,
 )
 from jaxpaged.text.tokenizer import ids_only_tokenizer
 
@@ -98,3 +99,19 @@ def test_a_picture_survives_the_way_to_another_process(llm):
     picture = llm.parts.engine.picture()
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(picture))
     assert msgspec.convert(sent, EnginePicture) == picture
+
+
+def test_pictures_of_several_engines_are_joined_with_colours_of_their_own():
+    llms = [make_llm(2, ids_only_tokenizer(), 512) for _ in range(2)]
+    for llm in llms:
+        add(llm, list(range(40)), 50)
+        llm.parts.engine.step()
+    pictures = [llm.parts.engine.picture() for llm in llms]
+    joined = join_pictures(pictures, pictures[0].load)
+    half = len(pictures[0].cells)
+    assert len(joined.cells) == 2 * half
+    assert joined.prompt_tokens == 80
+    first, second = (seq.owner for seq in joined.sequences)
+    assert first != second
+    for owner, cells in ((first, joined.cells[:half]), (second, joined.cells[half:])):
+        assert (cells.count(owner), cells.count(NULL)) == (3, 1)

@@ -90,13 +90,10 @@ class Browser:
             raise PageError(found["exceptionDetails"].get("exception", {}).get("description"))
         return found["result"].get("value")
 
-    async def until(self, script: str, seconds: float = WAIT_S) -> Any:
+    async def until(self, script: str, seconds: float = WAIT_S) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
-        while True:
-            value = await self.run(script)
-            if value:
-                return value
+        while not await self.run(f"Boolean({script})"):
             assert time.monotonic() < end, f"never came true in {seconds} s: {script}"
             await asyncio.sleep(0.03)
 
