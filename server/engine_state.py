@@ -20,7 +20,6 @@ from jaxpaged.engine.picture import (
     SequencePicture,
 )
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import RequestError
 from jaxpaged.openai.chunks import encode
 from server.auth import KEY, KEY_ID
 from server.state import SERVER
@@ -45,8 +44,6 @@ class EngineWatch:
             now = time.monotonic()
             if self._picture is None or now - self._taken > FRESH_S:
                 found = await self.engine.control("picture")
-                if found is None:
-                    raise RequestError("engine/state: this engine gives no picture of itself")
                 self._picture = msgspec.convert(found, EnginePicture)
                 self._common, self._taken = _common(self._picture), now
             return self._picture, self._common

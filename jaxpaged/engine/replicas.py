@@ -16,12 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.dispatcher import Dispatcher
 from jaxpaged.engine.inbox import EventSink, Sinks
 from jaxpaged.engine.inputs import InputProcessor, Prompt
+from jaxpaged.engine.picture import EnginePicture, join_pictures
 from jaxpaged.engine.remote import (
     WORKER,
     FrontTexts,
@@ -220,6 +223,9 @@ class ReplicaSet(ServedEngine):
         self._remember(method, arguments)
         if method == "warm_prefixes":
             return list({prefix["id"]: prefix for answer in given for prefix in answer}.values())
+        if method == "picture":
+            pictures = [msgspec.convert(answer, EnginePicture) for answer in given]
+            return join_pictures(pictures, total_load([picture.load for picture in pictures]))
         return any(given) if method in ("drop_prefix", "is_sleeping") else None
 
     def give_up(self, reason: str) -> None:

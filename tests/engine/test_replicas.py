@@ -15,6 +15,7 @@ from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import Pin
 from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.picture import NULL
 from jaxpaged.engine.replica import ReplicaPolicy
 from jaxpaged.engine.replica_metrics import merge_texts
 from jaxpaged.engine.replicas import ReplicaSet
@@ -88,6 +89,8 @@ async def test_both_answer_and_what_is_asked_of_one_is_asked_of_all(replicas):
     await until(lambda: engine.load.num_running == 0 and not engine.num_open_requests)
     assert await engine.control("reset_prefix_cache") is None
     assert await engine.control("is_sleeping") is False
+    cells = (await engine.control("picture")).cells
+    assert (len(cells), cells[0], cells[2], cells[1] == cells[3]) == (4, NULL, NULL, False)
     with pytest.raises(RequestError, match="no control"):
         await engine.control("nonsense")
     assert states(engine) == ["ready", "ready"]

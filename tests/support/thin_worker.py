@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxpaged.core.request import Request, TokenEvent
+from jaxpaged.engine.picture import FIRST_OWNER, NULL, EnginePicture
 from jaxpaged.engine.wire import Start
 from jaxpaged.engine.worker import main
 from jaxpaged.errors import EngineStopped, RequestError
@@ -71,6 +72,9 @@ class ThinLLM:
                 return [{"id": name, "tokens": tokens} for name, tokens in self.prefixes.items()]
             case "drop_prefix":
                 return self.prefixes.pop(arguments[0], None) is not None
+            case "picture":
+                cells, totals = bytes([NULL, FIRST_OWNER]), (self._num_steps, 0, 0, 0.0)
+                return EnginePicture(cells, 16, [], self.load, "line", *totals)
             case "reset_prefix_cache":
                 self.prefixes.clear()
             case _:
