@@ -104,8 +104,10 @@ class BatchBuilder:
         """
         table, known = self._page_table, list[np.ndarray]()
         for seq in seqs:
-            is_known = seq.slot is not None and self._owners[seq.slot] is seq.page_ids
-            known.append(table[seq.slot, : self._num_pages[seq.slot]] if is_known else table[0, :0])
+            slot, num_pages = seq.slot, 0
+            if slot is not None and self._owners[slot] is seq.page_ids:
+                num_pages = self._num_pages[slot]
+            known.append(table[slot or 0, :num_pages])
         counts = np.array([len(ids) for ids in known], np.intp)
         return np.concatenate([table[0, :0], *known], dtype=np.intp), counts
 
