@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxpaged.engine.async_engine import AsyncLLM
     from jaxpaged.engine.llm import LLM
     from jaxpaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxpaged.engine.pooling.offline import PoolingParams
     from pallas_kernels.spec import AttentionSpec
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _HOMES = {
     "LLM": "jaxpaged.engine.llm",
     "Logprob": "jaxpaged.engine.outputs",
     "OutputKind": "jaxpaged.core.params",
+    "PoolingParams": "jaxpaged.engine.pooling.offline",
     "RaggedBatch": "jaxpaged.arrays",
     "RequestOutput": "jaxpaged.engine.outputs",
     "SamplingParams": "jaxpaged.core.params",
@@ -42,6 +44,7 @@ __all__ = [
     "KVPages",
     "Logprob",
     "OutputKind",
+    "PoolingParams",
     "RaggedBatch",
     "RequestOutput",
     "SamplingParams",

@@ -74,3 +74,33 @@ class ModelConfig:
     def scale(self) -> float:
         """The factor on q . k, before soft cap and softmax."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """A BERT-type encoder's shape: every token sees its whole text, positions are learnt.
+
+    With `num_labels` it has BERT's pooler and a classifier behind it, else neither.
+    """
+
+    family: str
+    vocab: int
+    embed: int
+    ffn: int
+    heads: int
+    num_layers: int
+    max_len: int  # rows of the table of positions
+    token_types: int
+    norm_eps: float
+    activation: Activation = "gelu"
+    num_labels: int = 0
+
+    tied_embeddings = False  # what the loader asks of every kind of model
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed // self.heads

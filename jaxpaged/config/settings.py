@@ -31,6 +31,11 @@ class ModelSettings:
     """Which model, and how it is read."""
 
     model: str = setting("", "directory, GGUF file or hub id of the model")
+    runner: Literal["auto", "generate", "pooling"] = setting(
+        "auto",
+        "what the model is for; pooling: embeddings and scores, as auto takes encoders and models "
+        "with a modules.json",
+    )
     served_model_name: tuple[str, ...] = setting((), "names in the API (default: the model)")
     tokenizer: str | None = setting(None, "directory of another tokenizer (default: the model's)")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids only")

@@ -33,8 +33,10 @@ SOURCES = (
     "core/buckets.py",  # which logits a program makes and whether it samples
     "core/packing.py",
     "core/params.py",  # sizes of packed fields
+    "core/pooling.py",
     "engine/programs.py",
     "engine/page_moves.py",
+    "engine/pooling/programs.py",
     "engine/step.py",
     "layers",
     "models",

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -184,3 +184,28 @@ def _check_room(grammar: CompiledGrammar, max_tokens: int, num_closing: int) -> 
             f"response_format allow takes {grammar.shortest + num_closing} tokens: raise it",
             param="max_tokens",
         )
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or several as several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    is_ids = len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+    return [prompts] if is_ids else list(prompts)
+
+
+def params_for(
+    prompts: Sequence[Prompt],
+    given: SamplingParams | Sequence[SamplingParams] | None,
+    default: Callable[[], SamplingParams],
+) -> Sequence[SamplingParams]:
+    """One a prompt, of what a caller gave for all or for each."""
+    if given is None:
+        given = default()
+    if isinstance(given, SamplingParams):
+        return [given] * len(prompts)
+    if len(given) != len(prompts):
+        raise RequestError(
+            f"{len(given)} sampling_params for {len(prompts)} prompts: give one each"
+        )
+    return given

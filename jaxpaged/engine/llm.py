@@ -18,8 +18,12 @@ from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.beam_search import BeamSearchOutput
 from jaxpaged.engine.factory import EngineParts, build_engine
-from jaxpaged.engine.inputs import Prompt
+from jaxpaged.engine.inputs import Prompt, as_list, params_for
 from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.pooling.inputs import PoolingInput
+from jaxpaged.engine.pooling.model_files import resolved_runner
+from jaxpaged.engine.pooling.offline import OfflinePooling, PoolingParams
+from jaxpaged.engine.pooling.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 from jaxpaged.engine.prefixes import warmed, warming_request
 from jaxpaged.engine.texts import chat_template, render_chat
 from jaxpaged.errors import EngineStopped, RequestError
@@ -55,15 +59,18 @@ class LLM:
         **settings: Any,
     ):
         config = config_from_keywords(model=str(model), **settings)
-        self._parts: EngineParts | None = build_engine(
-            config, attention=attention, logits_processors=logits_processors
-        )
+        self._parts: EngineParts | None = None
+        self._pooling: OfflinePooling | None = None
+        if resolved_runner(config.model) == "pooling":
+            self._pooling = OfflinePooling.from_config(config)
+            return
+        self._parts = build_engine(config, attention=attention, logits_processors=logits_processors)
 
     @classmethod
     def from_parts(cls, parts: EngineParts) -> Self:
         """An LLM over an engine that exists already."""
         llm = cls.__new__(cls)
-        llm._parts = parts
+        llm._parts, llm._pooling = parts, None
         return llm
 
     def __enter__(self) -> Self:
@@ -75,16 +82,61 @@ class LLM:
     @property
     def parts(self) -> EngineParts:
         """The engine and what belongs to it, for inspection."""
+        if self._pooling is not None:
+            raise RequestError("the model does not generate: it was loaded with runner pooling")
         if self._parts is None:
             raise EngineStopped("this LLM is closed")
         return self._parts
+
+    @property
+    def pooling(self) -> OfflinePooling:
+        """The embedding engine, of an LLM made with `runner="pooling"`."""
+        if self._parts is not None:
+            raise RequestError(
+                "the model does not support embeddings: make the LLM with runner='pooling'"
+            )
+        if self._pooling is None:
+            raise EngineStopped("this LLM is closed")
+        return self._pooling
 
     @property
     def model_config(self) -> ModelConfig:
         return self.parts.model
 
     def get_tokenizer(self) -> Tokenizer:
-        return self.parts.tokenizer
+        inputs = self.parts.inputs if self._pooling is None else self._pooling.parts.inputs
+        return inputs.tokenizer
+
+    def embed(
+        self,
+        prompts: PoolingInput | Sequence[PoolingInput],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector a prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt that cannot be served; none is started then.
+        """
+        params = pooling_params or PoolingParams()
+        return self.pooling.embed(as_list(prompts), params, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` goes with `data_1`, or with the one at its place there.
+
+        Raises:
+            RequestError: a text that cannot be served; none is started then.
+        """
+        params = pooling_params or PoolingParams()
+        return self.pooling.score(data_1, data_2, params, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults with the model's generation_config.json over them."""
@@ -107,8 +159,8 @@ class LLM:
         Raises:
             RequestError: a prompt that cannot be served; none is started then.
         """
-        many = _as_list(prompts)
-        params = self._params_for(many, sampling_params)
+        many = as_list(prompts)
+        params = params_for(many, sampling_params, self.get_default_sampling_params)
         inputs = self.parts.inputs
         jobs: list[tuple[str | None, Request]] = []
         for prompt, one in zip(many, params, strict=True):
@@ -133,7 +185,7 @@ class LLM:
             RequestError: a prompt that cannot be served; none is started then.
         """
         inputs, one_more = self.parts.inputs, beam_search.step_params(params)
-        searches = [beam_search.begin(inputs, prompt, params) for prompt in _as_list(prompts)]
+        searches = [beam_search.begin(inputs, prompt, params) for prompt in as_list(prompts)]
         while going := [search for search in searches if not search.is_finished]:
             beams = [beam.token_ids for search in going for beam in search.live]
             outputs = self.generate(beams, one_more, use_tqdm=False)
@@ -262,24 +314,6 @@ class LLM:
         """Free the page pool and the weights. XLA keeps the memory for later JAX work here."""
         if self._parts is not None:
             self._parts.engine.runner.close()
-            self._parts = None
-
-    def _params_for(
-        self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Sequence[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * len(prompts)
-        if len(given) != len(prompts):
-            raise RequestError(
-                f"{len(given)} sampling_params for {len(prompts)} prompts: give one each"
-            )
-        return given
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    is_ids = len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
-    return [prompts] if is_ids else list(prompts)
+        if self._pooling is not None:
+            self._pooling.close()
+        self._parts = self._pooling = None

@@ -2,35 +2,38 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.architecture import EncoderConfig, ModelConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.rope_fields import LAYER_TYPES
 
 type Part = Literal["whole", "q", "k", "v", "gate", "up"]
 
-AXES: dict[str, tuple[Callable[[ModelConfig], int], str]] = {
+AXES: dict[str, tuple[Callable[[Any], int], str]] = {
     "vocab": (lambda c: c.vocab, "vocab_size"),
     "embed": (lambda c: c.embed, "hidden_size"),
     "ffn": (lambda c: c.ffn, "intermediate_size"),
     "q_rows": (lambda c: c.heads * c.head_dim, "num_attention_heads x head_dim"),
     "kv_rows": (lambda c: c.kv_heads * c.head_dim, "num_key_value_heads x head_dim"),
     "head_dim": (lambda c: c.head_dim, "head_dim"),
+    "positions": (lambda c: c.max_len, "max_position_embeddings"),  # this and the rest: encoders'
+    "token_types": (lambda c: c.token_types, "type_vocab_size"),
+    "labels": (lambda c: c.num_labels, "id2label"),
 }
 """Axes of checkpoint tensors: their size, and the configuration fields that it comes from."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint's tensor goes: a weight of the decoder, or a part of a fused one."""
+    """Where a checkpoint's tensor goes: a weight of the model, or a part of a fused one."""
 
     path: str  # in the nested weights, with dots
     axes: tuple[str, ...]  # of the checkpoint's tensor, words of AXES
     part: Part = "whole"
 
-    def shape(self, config: ModelConfig) -> tuple[int, ...]:
+    def shape(self, config: ModelConfig | EncoderConfig) -> tuple[int, ...]:
         return tuple(AXES[axis][0](config) for axis in self.axes)
 
 

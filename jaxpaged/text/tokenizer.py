@@ -138,6 +138,13 @@ class Tokenizer:
             return self._fix_bos(ids)
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Token ids of two texts as the vocabulary joins them, and where the second begins."""
+        encoding = self.raw.encode(first, second, add_special_tokens=True)
+        return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else len(
+            encoding.ids
+        )
+
     def _fix_bos(self, ids: list[int]) -> list[int]:
         bos = self.info.bos_token_id
         assert bos is not None

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpaged.arrays import Params
-from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.architecture import EncoderConfig, ModelConfig
 from jaxpaged.errors import WeightsError
 from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.models.decoder import Decoder
@@ -25,9 +25,11 @@ from jaxpaged.weights.pieces import CheckpointReader
 from jaxpaged.weights.placing import Destination, Reader, place_params
 from jaxpaged.weights.resolve import LoadFormat, find_checkpoint, read_config
 from jaxpaged.weights.safetensors import SafetensorsSource
-from jaxpaged.weights.source import TensorSource, first_of, shape_text
+from jaxpaged.weights.source import TensorSource, first_of, merged, renamed, shape_text
 
 IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias", ".position_ids", "rope_freqs.weight")
+# beginnings of names in checkpoints of a model without its head, and what they are otherwise
+_NAMES_OF_BASE = {name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class ModelFiles:
         return names.get(found.pop(), "float32") if len(found) == 1 else "float32"
 
     def _source(self) -> TensorSource:
-        return self.gguf or SafetensorsSource(self.path)
+        return self.gguf or renamed(SafetensorsSource(self.path), _NAMES_OF_BASE)
 
 
 def open_model(
@@ -171,18 +173,16 @@ def abstract_model(
     return graphdef, abstract_params(state, config.num_layers, placement)
 
 
-def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Put `overrides` over `config`; mappings in both are merged."""
-    result = dict(config)
-    for name, value in overrides.items():
-        old = result.get(name)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        result[name] = merged(old, value) if both else value  # pyright: ignore[reportArgumentType]
-    return result
-
-
-def check_fit(source: TensorSource, places: Mapping[str, Place], config: ModelConfig) -> None:
+def check_fit(
+    source: TensorSource,
+    places: Mapping[str, Place],
+    config: ModelConfig | EncoderConfig,
+    unused: tuple[str, ...] = (),
+) -> None:
     """Compare what the checkpoint holds with what the configuration needs.
+
+    Args:
+        unused: beginnings of names that may be there for other uses of the model.
 
     Raises:
         WeightsError: names the first misfits and counts the others.
@@ -197,13 +197,15 @@ def check_fit(source: TensorSource, places: Mapping[str, Place], config: ModelCo
     problems.extend(
         f"{name} {shape_text(info.shape)} is unexpected in a {config.family} model"
         for name, info in source.tensors.items()
-        if name not in known and not name.endswith(IGNORED_ENDINGS)
+        if name not in known and not name.startswith(unused) and not name.endswith(IGNORED_ENDINGS)
     )
     if problems:
         raise WeightsError(first_of(problems, source.label))
 
 
-def _misshapen(name: str, found: tuple[int, ...], place: Place, config: ModelConfig) -> str:
+def _misshapen(
+    name: str, found: tuple[int, ...], place: Place, config: ModelConfig | EncoderConfig
+) -> str:
     expected = place.shape(config)
     pairs = zip(place.axes, expected, found, strict=False)
     wrong = [axis for axis, want, got in pairs if want != got] or list(place.axes)

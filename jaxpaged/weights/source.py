@@ -49,6 +49,30 @@ def cast_into(view: NDArray[Any], values: NDArray[Any], label: str, name: str) -
             raise WeightsError(clip(f"{label}: {problem}")) from error
 
 
+class _Renamed:
+    """A source whose tensors go by other names. `names` has ours and the file's."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]):
+        self.label, self._source, self._names = source.label, source, names
+        self.tensors = {ours: source.tensors[name] for ours, name in names.items()}
+
+    def read(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        return self._source.read(self._names[name], start, stop)
+
+    def read_into(self, name: str, start: int, out: NDArray[Any]) -> bool:
+        return self._source.read_into(self._names[name], start, out)
+
+
+def renamed(source: TensorSource, beginnings: Mapping[str, str]) -> TensorSource:
+    """`source` with the beginnings of its tensors' names replaced; an empty one matches all."""
+
+    def ours(name: str) -> str:
+        found = next((old for old in beginnings if name.startswith(old)), None)
+        return name if found is None else beginnings[found] + name.removeprefix(found)
+
+    return _Renamed(source, {ours(name): name for name in source.tensors})
+
+
 def first_of(problems: Iterable[str], label: str) -> str:
     """Join as many problems as fit into one line and count the rest."""
     problems = list(problems)
@@ -73,3 +97,13 @@ def clip(text: str, most: int = MAX_ERROR_CHARS) -> str:
 
 def shape_text(shape: Iterable[int]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Put `overrides` over `config`; mappings in both are merged."""
+    result = dict(config)
+    for name, value in overrides.items():
+        old = result.get(name)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[name] = merged(old, value) if both else value  # pyright: ignore[reportArgumentType]
+    return result
