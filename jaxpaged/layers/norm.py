@@ -38,8 +38,8 @@ class LayerNorm(nnx.Module):
     """
 
     def __init__(self, size: int, *, eps: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(size, jnp.float32))
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=("embed",))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), axes=("embed",))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "tokens size"]) -> Float[Array, "tokens size"]:
