@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.responses.store import ResponseStore
 from server import (
     chat,
     completions,
+    embeddings,
     generate,
     messages,
     operator,
@@ -38,6 +40,7 @@ def create_app(
     api_keys: Sequence[str | ApiKey] = (),
     limits: ServerLimits | None = None,
     store: BatchStore | None = None,
+    pooling: ServedPooling | None = None,
 ) -> web.Application:
     """An application over a running engine; `Listener` puts it on a socket.
 
@@ -50,7 +53,7 @@ def create_app(
         middlewares=[count_requests, errors_as_json, origins.middleware(), guard],
         client_max_size=limits.max_request_bytes,
     )
-    app[SERVER] = ServerState(engine, limits)
+    app[SERVER] = ServerState(engine, limits, pooling=pooling)
     app[responses.STORE] = ResponseStore()
     if store is not None:
         run_batches(app, store, keys)
@@ -113,6 +116,12 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     items = router.add_resource("/v1/responses/{response_id}/input_items", name="input_items")
     items.add_route("GET", responses.listed_input)
     router.add_post("/v1/responses/{response_id}/cancel", responses.cancel, name="cancel_response")
+    router.add_post("/v1/embeddings", embeddings.embeddings, name="embeddings")
+    for version in ("", "/v1", "/v2"):
+        name = version.strip("/")
+        router.add_post(f"{version}/rerank", embeddings.rerank, name=f"rerank{name}")
+        if version != "/v2":
+            router.add_post(f"{version}/score", embeddings.score, name=f"score{name}")
     router.add_post("/v1/messages", messages.messages, name="messages")
     router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")
     add_batch_routes(router)

@@ -10,6 +10,10 @@ from pathlib import Path
 
 from jaxpaged.config.flags import config_from_args
 from jaxpaged.config.settings import EngineConfig
+from jaxpaged.engine.pooling.alone import NoGeneration
+from jaxpaged.engine.pooling.model_files import resolved_runner
+from jaxpaged.engine.pooling.remote import RemotePooling
+from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.remote import WORKER, RemoteLLM
 from jaxpaged.engine.replica import ReplicaPolicy
 from jaxpaged.engine.replicas import ReplicaSet
@@ -66,16 +70,43 @@ async def _serve(
     worker: str,
     store: BatchStore | None,
 ) -> int:
-    engine = await _start(config, settings, worker)
+    engines: list[ServedEngine | ServedPooling] = []
     try:
-        app = create_app(engine, settings.api_keys, settings.limits, store)
+        pooling = await _start_pooling(config, settings)
+        if pooling is not None:
+            engines.append(pooling)
+        if pooling is not None and settings.embedding is None:
+            engine: ServedEngine = NoGeneration(pooling)
+        else:
+            engine = await _start(config, settings, worker)
+            engines.append(engine)
+        app = create_app(engine, settings.api_keys, settings.limits, store, pooling)
         code = await serve(app, listening, settings)
     finally:
-        closed = await asyncio.to_thread(close_engine, engine)
-    if not closed:
+        closed = [await asyncio.to_thread(close_engine, engine) for engine in engines]
+    if not all(closed):
         logging.shutdown()
         os._exit(code)  # a thread that never returns would hold the process
     return code
+
+
+async def _start_pooling(config: EngineConfig, settings: ServerSettings) -> ServedPooling | None:
+    """The engine of the model that embeds, if there is one: the first model or a second."""
+    embedding = settings.embedding
+    if await asyncio.to_thread(resolved_runner, config.model) == "pooling":
+        if embedding is not None:
+            raise ConfigError(
+                f"{config.model.model} embeds, so --embedding-model would be a second one: name "
+                "a model that generates first"
+            )
+        embedding = config
+    if embedding is None:
+        return None
+    if settings.engine_process:
+        return await RemotePooling.start(embedding, log_level=settings.log_level)
+    from jaxpaged.engine.pooling.threaded import AsyncPooling  # brings JAX
+
+    return AsyncPooling.from_config(embedding)
 
 
 async def _start(config: EngineConfig, settings: ServerSettings, worker: str) -> ServedEngine:

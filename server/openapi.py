@@ -10,6 +10,7 @@ from aiohttp import web
 from jaxpaged import __version__
 from jaxpaged.anthropic.schema import CountRequest, MessagesRequest
 from jaxpaged.openai.chunks import encode
+from jaxpaged.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import (
     AbortRequest,
@@ -27,6 +28,12 @@ from server.state import SERVER
 BODIES: dict[str, type[msgspec.Struct]] = {
     "completions": CompletionRequest,
     "chat_completions": ChatRequest,
+    "embeddings": EmbeddingRequest,
+    "score": ScoreRequest,
+    "scorev1": ScoreRequest,
+    "rerank": RerankRequest,
+    "rerankv1": RerankRequest,
+    "rerankv2": RerankRequest,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
     "generate": GenerateRequest,

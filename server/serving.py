@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 
 from aiohttp import web
 
+from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import Draining, EngineStopped
 from server.app import create_metrics_app
@@ -45,20 +46,20 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
         await warm_up(state.engine, settings.warmup_file)
     listener = await Listener.start(app, listening, settings.ssl_context)
     metrics = await _serve_metrics(state, settings)
-    log.info("serving %s on %s", ", ".join(state.engine.served_model_names), _where(listening))
+    log.info("serving %s on %s", ", ".join(state.model_names), _where(listening))
     if not settings.api_keys:
         log.warning("no --api-key: anyone who reaches this address may use it")
     rates = asyncio.create_task(_tell_rates(state.engine))
-    watchdog = _until_hung(state.engine, state.limits.watchdog_timeout_s)
-    await _first(stop.wait(), _until_stopped(state.engine), watchdog)
+    watchdog = _until_hung(state, state.limits.watchdog_timeout_s)
+    await _first(stop.wait(), _until_stopped(state), watchdog)
     code = EXIT_DONE
-    if stop.is_set() and state.engine.is_running:
+    if stop.is_set() and state.is_running:
         listener.stop()
         code = await _drain(state, at_once)
     else:
         code = EXIT_ENGINE_STOPPED
         state.is_draining = True
-        if state.engine.is_running:
+        if state.is_running:
             _give_up(state)
         log.error("the engine has stopped: no request can be served, exiting")
         await state.wait_until_idle(LAST_WORDS_S)
@@ -78,9 +79,10 @@ async def _serve_metrics(state: ServerState, settings: ServerSettings) -> Listen
 
 def _give_up(state: ServerState) -> None:
     """Every open request is told; stacks go to stderr, for whoever looks for the cause."""
-    seconds = state.engine.seconds_without_progress
+    seconds = state.seconds_without_progress
     log.error("no step has ended for %.1f s while work waits: giving up; stacks follow", seconds)
-    state.engine.give_up("the engine has stopped: no step ended")
+    for engine in state.engines:
+        engine.give_up("the engine has stopped: no step ended")
 
 
 async def _drain(state: ServerState, at_once: asyncio.Event) -> int:
@@ -88,10 +90,10 @@ async def _drain(state: ServerState, at_once: asyncio.Event) -> int:
     state.is_draining = True
     limit = state.limits.shutdown_timeout_s
     log.info("shutting down: %d requests have %g s to end", state.num_working, limit)
-    watchdog = _until_hung(state.engine, state.limits.watchdog_timeout_s)
-    idle, stopped = state.wait_until_idle(limit), _until_stopped(state.engine)
+    watchdog = _until_hung(state, state.limits.watchdog_timeout_s)
+    idle, stopped = state.wait_until_idle(limit), _until_stopped(state)
     await _first(idle, at_once.wait(), stopped, watchdog)
-    if _hangs(state.engine, state.limits.watchdog_timeout_s):
+    if _hangs(state, state.limits.watchdog_timeout_s):
         _give_up(state)
     if state.num_working:
         log.warning("ending %d requests before they are done", state.num_working)
@@ -99,10 +101,10 @@ async def _drain(state: ServerState, at_once: asyncio.Event) -> int:
         for request_id in tuple(state.open_ids):
             state.engine.fail(request_id, error)
         await state.wait_until_idle(LAST_WORDS_S)
-    return EXIT_DONE if state.engine.is_running else EXIT_ENGINE_STOPPED
+    return EXIT_DONE if state.is_running else EXIT_ENGINE_STOPPED
 
 
-def close_engine(engine: ServedEngine) -> bool:
+def close_engine(engine: ServedEngine | ServedPooling) -> bool:
     """Free the device; False where the engine's thread does not end its step in time."""
     thread = threading.Thread(target=engine.close, name="closing", daemon=True)
     thread.start()
@@ -140,18 +142,18 @@ async def _first(*waits: Awaitable[object]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _until_stopped(engine: ServedEngine) -> None:
-    while engine.is_running:
+async def _until_stopped(state: ServerState) -> None:
+    while state.is_running:
         await asyncio.sleep(WATCH_S)
 
 
-async def _until_hung(engine: ServedEngine, limit_s: float) -> None:
-    while not _hangs(engine, limit_s):
+async def _until_hung(state: ServerState, limit_s: float) -> None:
+    while not _hangs(state, limit_s):
         await asyncio.sleep(WATCH_S)
 
 
-def _hangs(engine: ServedEngine, limit_s: float) -> bool:
-    return engine.is_running and engine.seconds_without_progress > limit_s
+def _hangs(state: ServerState, limit_s: float) -> bool:
+    return state.is_running and state.seconds_without_progress > limit_s
 
 
 async def _tell_rates(engine: ServedEngine) -> None:

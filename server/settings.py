@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import yaml
 
-from jaxpaged.config.flags import ArgumentParser
+from jaxpaged.config.flags import ArgumentParser, config_from_keywords
+from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError
 from server.auth import ApiKey, parse_key_line
 from server.listener import connection_limit
@@ -31,6 +32,7 @@ class ServerSettings:
     engine_process: bool = True  # the engine in a process of its own, else in a thread
     metrics_port: int | None = None
     warmup_file: Path | None = None
+    embedding: EngineConfig | None = None  # of a second model
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -87,7 +89,17 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         engine_process=not args.disable_frontend_multiprocessing,
         metrics_port=args.metrics_port,
         warmup_file=None if args.warmup_file is None else Path(args.warmup_file),
+        embedding=_embedding(args),
     )
+
+
+def _embedding(args: argparse.Namespace) -> EngineConfig | None:
+    given: dict[str, Any] = args.embedding_settings
+    if args.embedding_model is None:
+        if given:
+            raise ConfigError("--embedding-settings needs --embedding-model")
+        return None
+    return config_from_keywords(**given | {"model": args.embedding_model, "runner": "pooling"})
 
 
 def _check(args: argparse.Namespace) -> None:

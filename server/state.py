@@ -8,8 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import CapacityError, Draining, OutOfTime
+from jaxpaged.errors import CapacityError, Draining, OutOfTime, RequestError
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.schema import SamplingFields, StreamOptions
@@ -63,6 +64,7 @@ class ServerState:
     engine: ServedEngine
     limits: ServerLimits = field(default_factory=ServerLimits)
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
+    pooling: ServedPooling | None = None  # of a second model, or the only one
     is_draining: bool = False
     num_working: int = 0
     num_waiting_bytes: int = 0  # of bodies that are not whole yet
@@ -152,16 +154,78 @@ class ServerState:
             HttpError: a model that is not served here, 404.
         """
         served = self.engine.served_model_names
-        if name is None or name == "":
+        if not name and served:
             return served[0]
-        if name not in served:
-            raise HttpError(
-                404,
-                f"the model {name[:200]!r} does not exist; GET /v1/models lists what is served",
-                code="model_not_found",
+        if name and name in served:
+            return name
+        if not name or name in self._pooling_names:
+            raise RequestError(
+                f"the model {name or self._pooling_names[0]!r} does not generate: it is served for "
+                "/v1/embeddings, /score and /rerank",
                 param="model",
             )
-        return name
+        raise _no_such_model(name)
+
+    def pooling_for(self, name: str | None, what: str) -> tuple[ServedPooling, str]:
+        """The engine that embeds under this name, and the name to answer under.
+
+        Raises:
+            RequestError: the model generates and does not give `what`.
+            HttpError: a model that is not served here, 404.
+        """
+        if self.pooling is not None and (not name or name in self._pooling_names):
+            return self.pooling, name or self._pooling_names[0]
+        if not name or name in self.engine.served_model_names:
+            others = "".join(f"; {other!r} does" for other in self._pooling_names[:1])
+            raise RequestError(
+                f"the model {name or self.engine.served_model_names[0]!r} does not support "
+                f"{what}{others or ': start with --embedding-model'}",
+                param="model",
+            )
+        raise _no_such_model(name)
+
+    @property
+    def _pooling_names(self) -> tuple[str, ...]:
+        return () if self.pooling is None else self.pooling.served_model_names
+
+    @property
+    def engines(self) -> tuple[ServedEngine | ServedPooling, ...]:
+        return (self.engine,) if self.pooling is None else (self.engine, self.pooling)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that a request may give."""
+        return tuple(name for engine in self.engines for name in engine.served_model_names)
+
+    @property
+    def is_running(self) -> bool:
+        """Every engine that was started is there."""
+        return all(engine.is_running for engine in self.engines)
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """Of the engine that fares worst."""
+        return max(engine.seconds_without_progress for engine in self.engines)
+
+    def engine_of(self, name: str | None) -> ServedEngine | ServedPooling:
+        """The engine of a model, whatever it is for; without a name the first one.
+
+        Raises:
+            HttpError: a model that is not served here, 404.
+        """
+        if name and name not in self.model_names:
+            raise _no_such_model(name)
+        has_it = (engine for engine in self.engines if name in engine.served_model_names)
+        return next(has_it, self.engine)
+
+
+def _no_such_model(name: str) -> HttpError:
+    return HttpError(
+        404,
+        f"the model {name[:200]!r} does not exist; GET /v1/models lists what is served",
+        code="model_not_found",
+        param="model",
+    )
 
 
 SERVER = web.AppKey("server", ServerState)

@@ -10,6 +10,7 @@ from jaxpaged.engine.served import ReplicaStatus
 from jaxpaged.openai.chunks import encode
 from server.auth import KEY_ID
 from server.errors import HttpError
+from server.http_metrics import merged_metrics
 from server.state import SERVER, ServerState
 
 STARTED = int(time.time())
@@ -20,26 +21,27 @@ def _json(fields: object, status: int = 200) -> web.Response:
 
 
 def _model(server: ServerState, name: str) -> dict[str, object]:
+    engine = server.engine_of(name)
     return {
         "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "jaxpaged",
-        "root": server.engine.served_model_names[0],
+        "root": engine.served_model_names[0],
         "parent": None,
-        "max_model_len": server.engine.max_model_len,
+        "max_model_len": engine.max_model_len,
     }
 
 
 async def models(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    listed = [_model(server, name) for name in server.engine.served_model_names]
+    listed = [_model(server, name) for name in server.model_names]
     return _json({"object": "list", "data": listed})
 
 
 async def model(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    return _json(_model(server, server.check_model(request.match_info["model"])))
+    return _json(_model(server, request.match_info["model"]))
 
 
 async def request_explained(request: web.Request) -> web.Response:
@@ -64,11 +66,11 @@ async def health(request: web.Request) -> web.Response:
     """
     server = request.app[SERVER]
     limit_s, trouble = server.limits.stall_timeout_s, None
-    if not server.engine.is_running:
+    if not server.is_running:
         trouble = "stopped"
     elif server.is_draining:
         trouble = "draining"
-    elif server.engine.seconds_without_progress > limit_s:
+    elif server.seconds_without_progress > limit_s:
         trouble = "stalled"
     if trouble is not None:
         return _json({"status": trouble}, 503)
@@ -89,7 +91,7 @@ def _replica(status: ReplicaStatus, stall_timeout_s: float) -> dict[str, object]
 
 async def live(request: web.Request) -> web.Response:
     """200 while the process should be left alone, also when it drains."""
-    is_running = request.app[SERVER].engine.is_running
+    is_running = request.app[SERVER].is_running
     return web.Response(status=200 if is_running else 503)
 
 
@@ -103,5 +105,6 @@ async def load(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    text = await server.engine.metrics_text() + server.metrics.text()
+    texts = [await engine.metrics_text() for engine in server.engines]
+    text = merged_metrics(texts) + server.metrics.text()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})

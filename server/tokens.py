@@ -18,13 +18,13 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 async def tokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    engine = server.engine
     body = decode_body(await read_body(request), _TOKENIZE)
-    server.check_model(body.model)
+    engine = server.engine_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.prompt is None:
-        ids = (await encode_chat(body, engine, body.tools))["prompt_token_ids"]
+        server.check_model(body.model)
+        ids = (await encode_chat(body, server.engine, body.tools))["prompt_token_ids"]
     else:
         check_text(body.prompt, engine)
         adds = body.add_special_tokens is not False
@@ -42,7 +42,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     body = decode_body(await read_body(request), _DETOKENIZE)
-    server.check_model(body.model)
-    check_ids("tokens", body.tokens, server.engine.vocab)
-    text = await asyncio.to_thread(server.engine.tokenizer.decode, body.tokens, False)
+    engine = server.engine_of(body.model)
+    check_ids("tokens", body.tokens, engine.vocab)
+    text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, False)
     return web.Response(body=encode({"prompt": text}), content_type="application/json")

@@ -211,9 +211,9 @@ class Worker:
 
 def main(make: "Callable[[Start], AsyncLLM] | None" = None) -> int:
     """Load what the first message says, and serve it. `make` stands in for the loading in tests."""
-    _follow_the_front()
+    follow_the_front()
     with socket.socket(fileno=int(sys.argv[1])) as sock:
-        start = _read_start(sock)
+        start = read_start(sock)
         logging.basicConfig(
             level=start.log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s"
         )
@@ -238,7 +238,7 @@ def _load(start: Start) -> "AsyncLLM":
     return AsyncLLM.from_config(start.config, show_progress=start.show_progress)
 
 
-def _follow_the_front() -> None:
+def follow_the_front() -> None:
     """End with the front and not before it: signals are its to act on."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -247,7 +247,7 @@ def _follow_the_front() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _read_start(sock: socket.socket) -> Start:
+def read_start(sock: socket.socket) -> Start:
     frames = Frames()
     while data := sock.recv(READ_BYTES):
         for message in frames.feed(data):

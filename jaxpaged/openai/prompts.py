@@ -6,6 +6,7 @@ from typing import Any, cast
 import msgspec
 
 from jaxpaged.core.params import check_ids
+from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.schema import ChatRequest, ConversationFields
@@ -54,7 +55,7 @@ def _as_list(prompt: Any) -> list[Prompt]:
     )
 
 
-def check_text(text: str, engine: ServedEngine, param: str = "prompt") -> None:
+def check_text(text: str, engine: ServedEngine | ServedPooling, param: str = "prompt") -> None:
     """Refuse a text that cannot fit, before the work of encoding it."""
     most = engine.max_model_len * engine.tokenizer.max_token_chars
     if len(text) > most:

@@ -10,34 +10,9 @@ from jaxpaged import LLM, PoolingParams
 from jaxpaged.core.pooling import RowPacker, Text, TextQueue, TokenPacker
 from jaxpaged.errors import ConfigError, GenerationFailed, RequestError
 from tests.engine.test_references import packaged
-from tests.support.checkpoints import GOLDEN, tiny_weight, write_checkpoint
+from tests.support.embedding import CASES, golden, of_length_1, write_tiny
 
-CASES = json.loads((GOLDEN / "pooling.json").read_text())
 QUICK = {"compile_cache_dir": "", "runner": "pooling"}
-
-
-def golden(name: str) -> np.ndarray:
-    return np.load(GOLDEN / "pooling.npz")[name]
-
-
-def of_length_1(vectors: np.ndarray) -> np.ndarray:
-    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
-
-
-def write_tiny(name: str, folder: Path, *, pooling: str = "", normalize: bool = True) -> Path:
-    """A golden case as a folder; with `pooling`, also sentence-transformers' files."""
-    case = CASES[name]
-    tensors = {key: tiny_weight(key, tuple(shape)) for key, shape in case["shapes"].items()}
-    write_checkpoint(folder, case["config"], tensors)
-    modules = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
-    entries = [{"type": f"sentence_transformers.models.{m}", "path": m} for m in modules]
-    if pooling:
-        (folder / "modules.json").write_text(json.dumps(entries))
-        (folder / "Pooling").mkdir()
-        (folder / "Pooling" / "config.json").write_text(
-            json.dumps({f"pooling_mode_{pooling}": True})
-        )
-    return folder
 
 
 def tiny_llm(folder: Path, **settings) -> LLM:

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from jaxpaged.engine.async_engine import AsyncLLM
+from jaxpaged.engine.pooling.served import ServedPooling
 from server.app import create_app
 from server.auth import ApiKey
 from server.batching.store import BatchStore
@@ -97,10 +98,11 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         api_keys: tuple[str | ApiKey, ...] = (),
         limits: ServerLimits | None = None,
         store: BatchStore | None = None,
+        pooling: ServedPooling | None = None,
         **options: Any,
     ) -> Running:
         llm, engine = fake_llm(tmp_path / f"model{len(closing)}", **options)
-        app = create_app(llm, api_keys, limits, store)
+        app = create_app(llm, api_keys, limits, store, pooling)
         listening = socket.create_server(("127.0.0.1", 0))
         listener = await Listener.start(app, listening)
         session = aiohttp.ClientSession()

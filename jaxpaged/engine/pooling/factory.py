@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.pooling import RowPacker, TextPacker, TokenPacker
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, programs_identity
 from jaxpaged.engine.factory import model_dtype
-from jaxpaged.engine.memory import limit_device_memory
 from jaxpaged.engine.pooling.engine import PoolingEngine
 from jaxpaged.engine.pooling.inputs import PoolingInputs
 from jaxpaged.engine.pooling.model_files import PoolingFiles, open_pooling_files
@@ -52,7 +52,8 @@ def build_pooling_engine(config: EngineConfig, *, warm: bool = False) -> Pooling
         ConfigError, WeightsError: nothing was started; the text says what to change.
     """
     start = time.monotonic()
-    limit_device_memory(config.cache.gpu_memory_utilization)
+    # it needs little beside the weights, and another engine may share the device
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = jax.default_backend()
     dtype = model_dtype(config.model.dtype, platform)
     files = open_pooling_files(config.model)

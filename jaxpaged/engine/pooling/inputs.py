@@ -47,7 +47,7 @@ class PoolingInputs:
         if isinstance(text, Mapping):
             text = text.get("prompt_token_ids") or text.get("prompt") or ""
         if isinstance(text, str):
-            text = self._prefix(prompt_name) + text
+            text = self._short_enough(self._prefix(prompt_name) + text, truncate, param)
             ids = self.tokenizer.encode(text, add_special_tokens)
             ids = self._cut_text(ids, truncate, add_special_tokens)
         else:
@@ -68,6 +68,17 @@ class PoolingInputs:
             end = ids[-1:]
             ids = ids[: limit - 1] + end
         return EncodedText(self._checked(ids, param), min(second_from, len(ids)))
+
+    def _short_enough(self, text: str, truncate: int | None, param: str) -> str:
+        """What cannot fit is refused, or cut, before the work of encoding it."""
+        most = self.model.max_len * self.tokenizer.max_token_chars
+        if len(text) > most and truncate is None:
+            raise RequestError(
+                f"{param} has a text of {len(text)} characters; {self.model.max_len} tokens hold "
+                f"at most {most}: shorten it, or set truncate_prompt_tokens to -1",
+                param=param,
+            )
+        return text[:most]
 
     def _prefix(self, name: str | None) -> str:
         if name is None:
