@@ -31,11 +31,6 @@ class ModelSettings:
     """Which model, and how it is read."""
 
     model: str = setting("", "directory, GGUF file or hub id of the model")
-    runner: Literal["auto", "generate", "pooling"] = setting(
-        "auto",
-        "what the model is for; pooling: embeddings and scores, as auto takes encoders and models "
-        "with a modules.json",
-    )
     served_model_name: tuple[str, ...] = setting((), "names in the API (default: the model)")
     tokenizer: str | None = setting(None, "directory of another tokenizer (default: the model's)")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids only")
@@ -79,6 +74,11 @@ class ModelSettings:
     ) = setting(None, "the form in which the model writes calls of tools")
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = setting(
         None, "the form of the model's reasoning, which is then told apart from its answer"
+    )
+    runner: Literal["auto", "generate", "pooling"] = setting(
+        "auto",
+        "what the model is for; pooling: embeddings and scores, as auto takes encoders and models "
+        "with a modules.json",
     )
 
     def __post_init__(self):
