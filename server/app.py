@@ -116,15 +116,10 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     items = router.add_resource("/v1/responses/{response_id}/input_items", name="input_items")
     items.add_route("GET", responses.listed_input)
     router.add_post("/v1/responses/{response_id}/cancel", responses.cancel, name="cancel_response")
-    router.add_post("/v1/embeddings", embeddings.embeddings, name="embeddings")
-    for version in ("", "/v1", "/v2"):
-        name = version.strip("/")
-        router.add_post(f"{version}/rerank", embeddings.rerank, name=f"rerank{name}")
-        if version != "/v2":
-            router.add_post(f"{version}/score", embeddings.score, name=f"score{name}")
     router.add_post("/v1/messages", messages.messages, name="messages")
     router.add_post("/v1/messages/count_tokens", messages.count_tokens, name="count_tokens")
     add_batch_routes(router)
+    _add_pooling_routes(router)
     many = router.add_resource("/v1/cache/prefixes", name="prefixes")
     many.add_route("POST", prefixes.warm)
     many.add_route("GET", prefixes.listed)
@@ -153,6 +148,15 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
                     operator.start_profile, operator.stop_profile):  # fmt: skip
         router.add_post(f"/{handler.__name__}", handler, name=handler.__name__)
     router.add_get("/is_sleeping", operator.is_sleeping, name="is_sleeping")
+
+
+def _add_pooling_routes(router: web.UrlDispatcher | _Prefixed) -> None:
+    router.add_post("/v1/embeddings", embeddings.embeddings, name="embeddings")
+    for version in ("", "/v1", "/v2"):
+        name = version.strip("/")
+        router.add_post(f"{version}/rerank", embeddings.rerank, name=f"rerank{name}")
+        if version != "/v2":
+            router.add_post(f"{version}/score", embeddings.score, name=f"score{name}")
 
 
 @web.middleware
