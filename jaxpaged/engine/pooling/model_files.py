@@ -19,7 +19,7 @@ from jaxpaged.models import bert
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.registry import model_config
 from jaxpaged.text.tokenizer_files import read_json
-from jaxpaged.weights.resolve import find_checkpoint, read_config
+from jaxpaged.weights.resolve import KINDS, find_checkpoint, read_config
 from jaxpaged.weights.source import merged
 
 MODULES = "modules.json"
@@ -50,7 +50,7 @@ def resolved_runner(settings: ModelSettings) -> Literal["generate", "pooling"]:
     if settings.runner != "auto":
         return settings.runner
     checkpoint = find_checkpoint(settings.model, settings.load_format, settings.revision)
-    if checkpoint.is_gguf:
+    if checkpoint.kind != "safetensors":
         return "generate"
     hf_config = merged(read_config(checkpoint.path), settings.hf_overrides)
     embeds = bert.is_encoder(hf_config) or (checkpoint.path / MODULES).is_file()
@@ -66,8 +66,11 @@ def open_pooling_files(settings: ModelSettings) -> PoolingFiles:
     """
     checkpoint = find_checkpoint(settings.model, settings.load_format, settings.revision)
     path = checkpoint.path
-    if checkpoint.is_gguf:
-        raise ConfigError(f"{path.name} is GGUF: to embed, a model must be a folder of safetensors")
+    if checkpoint.kind != "safetensors":
+        raise ConfigError(
+            f"{path.name} is {KINDS[checkpoint.kind]}: to embed, a model must be a folder of "
+            "safetensors"
+        )
     read = read_config(path)
     hf_config = merged(merged(read, settings.hf_overrides), _without_head(read))
     if bert.is_encoder(hf_config):
