@@ -1,7 +1,5 @@
 """Counts and times of HTTP requests, in a registry of their own."""
 
-from collections.abc import Sequence
-
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 TIMES = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -36,19 +34,3 @@ class HttpMetrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-
-def merged_metrics(texts: Sequence[bytes]) -> bytes:
-    """Several engines' metrics as one text: a name has one head, its samples stand together."""
-    if len(texts) == 1:
-        return texts[0]
-    families: dict[bytes, list[bytes]] = {}
-    for text in texts:
-        name = b""
-        for line in text.splitlines(keepends=True):
-            if line.startswith(b"# HELP "):
-                name = line.split()[2]
-            known = families.setdefault(name, [])
-            if not line.startswith(b"#") or line not in known:
-                known.append(line)
-    return b"".join(line for lines in families.values() for line in lines)

@@ -6,11 +6,11 @@ from typing import Any
 from aiohttp import web
 
 from jaxpaged import __version__
+from jaxpaged.engine.replica_metrics import merge_texts
 from jaxpaged.engine.served import ReplicaStatus
 from jaxpaged.openai.chunks import encode
 from server.auth import KEY_ID
 from server.errors import HttpError
-from server.http_metrics import merged_metrics
 from server.state import SERVER, ServerState
 
 STARTED = int(time.time())
@@ -106,5 +106,5 @@ async def load(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     texts = [await engine.metrics_text() for engine in server.engines]
-    text = merged_metrics(texts) + server.metrics.text()
+    text = merge_texts(texts) + server.metrics.text()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
