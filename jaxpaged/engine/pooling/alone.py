@@ -2,7 +2,7 @@
 
 from typing import Any, NoReturn
 
-from jaxpaged.config.settings import ModelSettings
+from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Pin
 from jaxpaged.engine.inbox import EventSink, Sinks
@@ -36,7 +36,11 @@ class NoGeneration(ServedEngine):
 
     @property
     def model_settings(self) -> ModelSettings:
-        return self._pooling.model_settings
+        return self._pooling.config.model
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._pooling.config
 
     @property
     def served_model_names(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class RemotePooling(ServedPooling):
         ready: Ready,
         inputs: PoolingInputs,
     ):
-        super().__init__(inputs, ready.config.model)
+        super().__init__(inputs, ready.config)
         self._process, self._sock, self._connection = process, sock, connection
 
     @classmethod

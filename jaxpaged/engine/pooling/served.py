@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxpaged.config.pooling import PoolingModel
-from jaxpaged.config.settings import ModelSettings
+from jaxpaged.config.settings import EngineConfig
 from jaxpaged.engine.pooling.inputs import EncodedText, PoolingInputs
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -15,8 +15,8 @@ from jaxpaged.text.tokenizer import Tokenizer
 class ServedPooling(ABC):
     """`AsyncPooling` in a thread or `RemotePooling` in a process. Used in one event loop."""
 
-    def __init__(self, inputs: PoolingInputs, settings: ModelSettings):
-        self.inputs, self.model_settings = inputs, settings
+    def __init__(self, inputs: PoolingInputs, config: EngineConfig):
+        self.inputs, self.config = inputs, config
 
     @property
     def model(self) -> PoolingModel:
@@ -36,8 +36,7 @@ class ServedPooling(ABC):
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
-        settings = self.model_settings
-        return settings.served_model_name or (settings.model,)
+        return self.config.model.served_model_name or (self.config.model.model,)
 
     @property
     @abstractmethod

@@ -27,7 +27,7 @@ class AsyncPooling(ServedPooling):
     """Serves many callers of one event loop."""
 
     def __init__(self, parts: PoolingParts):
-        super().__init__(parts.inputs, parts.config.model)
+        super().__init__(parts.inputs, parts.config)
         self._parts, self._engine = parts, parts.engine
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
