@@ -80,6 +80,9 @@ class NoGeneration(ServedEngine):
     def release(self, request_id: str, *, is_finished: bool) -> None:
         pass
 
+    async def _abort(self, request_id: str) -> None:
+        pass
+
     async def control(self, method: str, *arguments: Any) -> NoReturn:
         raise RequestError(f"{method} needs a model that generates, none is served here")
 
