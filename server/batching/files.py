@@ -26,11 +26,11 @@ async def upload(request: web.Request) -> web.Response:
     with server.work(request):
         _check_head(request, store.max_file_bytes)
         await store.run(store.db.check_room, request[KEY_ID], 0, store.max_key_bytes)
-        received = store.start_upload()
+        received = store.start_upload(request[KEY_ID])
         try:
             fields, filename = await _read_form(request, received, store.max_file_bytes)
             _check_fields(fields, filename)
-            file = await received.keep(request[KEY_ID], filename or "")
+            file = await received.keep(filename or "")
         finally:
             await received.drop()
     return json(file.fields())

@@ -19,7 +19,7 @@ from server.batching.output import SplitOutput, check_input, lines_of
 from server.batching.records import OPEN, OUTPUT, Batch, Status, StoredFile, stamp
 from server.batching.store import BatchStore, refusing
 from server.errors import HttpError
-from server.limits import Limits
+from server.limits import NO_LIMITS, Limits
 from server.state import ServerState
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ TELL_S = 1.0  # between two notes of how far a batch is
 RETRY_S = 20.0  # after the disk failed
 MAX_ACTIVE = 2  # batches of one key that are worked on at a time
 INTERNAL = "internal error; the server's log has the cause"
+GONE = "the API key that made it is no key of this server any more"
 SPARE = 0.5  # of rate limits, for live requests
 
 
@@ -98,12 +99,12 @@ class BatchRunner:
                 return  # the server ends; the next one goes on
             except Exception:  # a batch's failure is its own, likewise
                 log.exception("%s", name)
-                await self._fail(name)
+                await self._fail(name, [{"code": "server_error", "message": INTERNAL}])
                 return
 
-    async def _fail(self, name: str) -> None:
-        errors = msgspec.json.encode([{"code": "server_error", "message": INTERNAL}]).decode()
-        await self.store.run(self.store.db.move, name, OPEN, **stamp("failed"), errors=errors)
+    async def _fail(self, name: str, errors: list[dict[str, Any]]) -> None:
+        told = msgspec.json.encode(errors).decode()
+        await self.store.run(self.store.db.move, name, OPEN, **stamp("failed"), errors=told)
 
     async def _run(self, batch: Batch, stop: asyncio.Event) -> None:
         paths = self.store.path(batch.output_id), self.store.path(batch.error_id)
@@ -136,6 +137,8 @@ class BatchRunner:
     async def _answer_all(self, batch: Batch, output: SplitOutput) -> None:
         store = self.store
         async with self._turns[batch.key_id]:
+            if self._limits_of(batch.key_id) is None:
+                return await self._fail(batch.batch_id, [{"code": "unknown_key", "message": GONE}])
             if batch.status == "validating" and not await self._is_valid(batch, output):
                 return
             records = answered(
@@ -155,18 +158,15 @@ class BatchRunner:
 
     async def _is_valid(self, batch: Batch, output: SplitOutput) -> bool:
         """Look at every line; a batch with a bad one is answered not at all."""
-        if self._limits_of(batch.key_id) is None:
-            gone = "the API key that made it is no key of this server any more"
-            number, errors = 0, [{"code": "unknown_key", "message": gone}]
-        else:
-            path = self.store.path(batch.input_file_id)
-            with refusing():
-                number, errors = await asyncio.to_thread(check_input, path, batch.endpoint)
-        changes = stamp("in_progress") | {"num_total": number}
+        path, name = self.store.path(batch.input_file_id), batch.batch_id
+        with refusing():
+            number, errors = await asyncio.to_thread(check_input, path, batch.endpoint)
         if errors:
             await self.store.run(output.close)
-            changes = stamp("failed") | {"errors": msgspec.json.encode(errors).decode()}
-        await self.store.run(self.store.db.move, batch.batch_id, ("validating",), **changes)
+            await self._fail(name, errors)
+        else:
+            changes = stamp("in_progress") | {"num_total": number}
+            await self.store.run(self.store.db.move, name, ("validating",), **changes)
         return not errors
 
     async def _lines(self, batch: Batch, output: SplitOutput) -> AsyncGenerator[Line | BadLine]:
@@ -192,9 +192,8 @@ class BatchRunner:
                 return error_record(line.custom_id, "server_error", INTERNAL)
         if record["response"] is not None:
             usage: dict[str, int] = record["response"]["body"].get("usage") or {}
-            limits = self._limits_of(batch.key_id)
-            if limits is not None:
-                self._server.rates.charge(usage.get("total_tokens", 0), batch.key_id, limits)
+            limits = self._limits_of(batch.key_id) or NO_LIMITS
+            self._server.rates.charge(usage.get("total_tokens", 0), batch.key_id, limits)
         return record
 
     async def _body(self, batch: Batch, line: Line) -> dict[str, Any]:
@@ -217,11 +216,8 @@ class BatchRunner:
         while True:
             while server.is_draining or server.engine.load.num_waiting:
                 await asyncio.sleep(LOOK_S)
-            limits = self._limits_of(key_id)
-            if limits is None:
-                return  # it was begun with a key
             try:
-                return server.rates.admit(key_id, limits, SPARE)
+                return server.rates.admit(key_id, self._limits_of(key_id) or NO_LIMITS, SPARE)
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
 

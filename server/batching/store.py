@@ -8,17 +8,19 @@ import os
 import sqlite3
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, RateLimited
 from jaxpaged.generate.output import OutputFailed
 from server.batching.database import Database
 from server.batching.records import INPUT, StoredFile
 from server.errors import HttpError
 
+MAX_UPLOADS = 16  # of one key at a time
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -27,6 +29,7 @@ class BatchStore:
 
     def __init__(self, folder: Path, max_file_bytes: int, max_key_bytes: int):
         self.max_file_bytes, self.max_key_bytes = max_file_bytes, max_key_bytes
+        self.num_uploads = Counter[str]()  # by key
         self._files, self._uploads = folder / "files", folder / "uploads"
         try:
             for made in (folder, self._files, self._uploads):
@@ -77,8 +80,19 @@ class BatchStore:
         """Where a file's content is. Ids are made here, never by a client."""
         return self._files / file_id
 
-    def start_upload(self) -> "Upload":
-        return Upload(self, self._uploads / uuid.uuid4().hex)
+    def start_upload(self, key_id: str) -> "Upload":
+        """A new file of a key. It must be dropped in the end, kept or not.
+
+        Raises:
+            RateLimited: the key sends too many at a time.
+        """
+        if self.num_uploads[key_id] >= MAX_UPLOADS:
+            raise RateLimited(
+                f"{MAX_UPLOADS} files of this key are on their way: send fewer at a time",
+                retry_after_s=1.0,
+            )
+        self.num_uploads[key_id] += 1
+        return Upload(self, self._uploads / uuid.uuid4().hex, key_id)
 
     async def delete(self, file_id: str, owner: str | None) -> bool:
         """Forget a file and its content; False if there is none that `owner` may see."""
@@ -106,8 +120,8 @@ def _locked(path: Path) -> BinaryIO:
 class Upload:
     """A file on its way in: it counts once `keep` has been called, and is gone after `drop`."""
 
-    def __init__(self, store: BatchStore, path: Path):
-        self._store, self._path = store, path
+    def __init__(self, store: BatchStore, path: Path, key_id: str):
+        self._store, self._path, self._key_id = store, path, key_id
         self._file: BinaryIO | None = None
         self.num_bytes = 0
 
@@ -115,13 +129,14 @@ class Upload:
         self.num_bytes += len(data)
         await self._store.run(self._append, data)
 
-    async def keep(self, key_id: str, filename: str) -> StoredFile:
+    async def keep(self, filename: str) -> StoredFile:
         file_id, now = f"file-{uuid.uuid4().hex}", int(time.time())
-        file = StoredFile(file_id, key_id, filename, INPUT, self.num_bytes, now)
+        file = StoredFile(file_id, self._key_id, filename, INPUT, self.num_bytes, now)
         await self._store.run(self._publish, file)
         return file
 
     async def drop(self) -> None:
+        self._store.num_uploads[self._key_id] -= 1
         await self._store.run(self._forget)
 
     def _append(self, data: bytes) -> None:

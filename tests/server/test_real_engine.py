@@ -25,7 +25,10 @@ from jaxpaged.config.settings import (
 )
 from jaxpaged.engine.async_engine import AsyncLLM
 from server.app import create_app
+from server.batching.store import BatchStore
 from server.listener import Listener
+from tests.server.batching.conftest import line
+from tests.server.batching.test_batches import ended, made, records, text_of
 from tests.server.conftest import CHAT, Running
 from tests.server.test_tools import streamed
 from tests.support.models import BOS, byte_ids, write_model
@@ -60,16 +63,16 @@ def _config(path: Path, name: str) -> EngineConfig:
     )
 
 
-type Serve = Callable[[str], Awaitable[Running]]
+type Serve = Callable[..., Awaitable[Running]]
 
 
 @pytest.fixture
 async def serve(engines) -> AsyncIterator[Serve]:
     closing = []
 
-    async def start(name: str) -> Running:
+    async def start(name: str, store: BatchStore | None = None) -> Running:
         llm = engines(name)
-        app, listening = create_app(llm), socket.create_server(("127.0.0.1", 0))
+        app, listening = create_app(llm, store=store), socket.create_server(("127.0.0.1", 0))
         listener = await Listener.start(app, listening)
         session = aiohttp.ClientSession()
         closing.append((session, listener))
@@ -124,6 +127,19 @@ async def test_stop_strings_and_min_tokens(serve):
     body = {"prompt": "ABC", "min_tokens": 5, "max_tokens": 8}
     assert (await server.post(body | {"stop": ["E"]})).text == "DEFGHIJK"
     assert (await server.post(body | {"stop": ["J"]})).text == "DEFGHI"
+
+
+async def test_a_batch_is_answered_beside_live_requests(serve, tmp_path):
+    server = await serve("S", BatchStore(tmp_path, 10**6, 10**7))
+    lines = [line(f"{i}", prompt=text) for i, text in enumerate(("ABC", "MNO", "123"))]
+    base_url = f"{server.url}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        batch = await made(client, *lines)
+        live = await server.post({"prompt": "ABC", "max_tokens": 5})
+        found = await ended(client, batch, within=60)
+        texts = {r["custom_id"]: text_of(r) for r in await records(client, found.output_file_id)}
+    assert live.text == "DEFGH"
+    assert texts == {"0": "DEF", "1": "PQR", "2": "456"}
 
 
 async def test_bad_token_ids_leave_neighbours_alone(serve):

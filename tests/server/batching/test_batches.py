@@ -12,7 +12,8 @@ import pytest
 from jaxpaged.core.policies import BACKGROUND
 from jaxpaged.generate.output import OutputFailed, OutputFile
 from server.auth import ApiKey
-from server.batching import database, runner
+from server.batching import database, requests, runner
+from server.batching.records import Batch
 from server.limits import Limits
 from tests.server.batching.conftest import KEYS, jsonl, line
 from tests.server.conftest import CHAT, COMPLETIONS
@@ -165,11 +166,12 @@ async def test_a_cancelled_batch_keeps_what_was_answered(serve, client_of):
     assert (await client.files.delete(batch.input_file_id)).deleted
 
 
-async def test_what_is_not_answered_in_its_window_is_told(serve, client_of):
+async def test_what_is_not_answered_in_its_window_is_told(serve, client_of, monkeypatch):
+    monkeypatch.setattr(Batch, "seconds_left", 3.0)
     server = await serve()
     server.engine.before_step = lambda step: time.sleep(0.02)
     client = client_of(server)
-    batch = await made(client, line("quick"), line("slow", max_tokens=1500), window="1s")
+    batch = await made(client, line("quick"), line("slow", max_tokens=1500))
     found = await ended(client, batch)
     assert found.status == "expired"
     assert [r["custom_id"] for r in await records(client, found.output_file_id)] == ["quick"]
@@ -204,6 +206,14 @@ async def test_lines_leave_half_of_every_limit_to_what_is_live(serve, client_of)
     reply = await server.post({"prompt": "A"}, headers={"Authorization": "Bearer one"})
     assert (reply.status, reply.headers["x-ratelimit-remaining-requests"]) == (200, "3")
     assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+
+
+async def test_a_batch_whose_key_was_taken_away_is_not_answered(serve, client_of):
+    server = await serve(api_keys=KEYS)
+    batch = await made(client_of(server, "one"), line("a", max_tokens=1500))
+    server.app[requests.RUNNER]._limits_of = lambda key_id: None
+    found = await ended(client_of(server, "root"), batch)
+    assert (found.status, found.errors.data[0].code) == ("failed", "unknown_key")
 
 
 async def test_a_full_disk_holds_a_batch_up_and_loses_nothing(serve, client_of, monkeypatch):

@@ -150,6 +150,18 @@ async def test_a_key_may_not_keep_more_than_its_share(serve, client_of):
     await client.files.create(file=("b", b"x" * 300), purpose="batch")
 
 
+async def test_a_key_may_not_send_too_many_at_a_time(serve, monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_UPLOADS", 1)
+    server = await serve()
+    store = server.app[RUNNER].store
+    other = store.start_upload("")
+    assert (await server.send("POST", PATH, **form(PURPOSE, ("file", "a", b"x")))).status == 429
+    await other.drop()
+    for _ in range(2):
+        reply = await server.send("POST", PATH, **form(PURPOSE, ("file", "a", b"x")))
+        assert reply.status == 200
+
+
 async def test_a_client_that_leaves_leaves_nothing(serve):
     server = await serve()
     host, port = server.url.removeprefix("http://").split(":")
