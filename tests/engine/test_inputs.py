@@ -1,11 +1,15 @@
+import numpy as np
 import pytest
 
 from jaxpaged.config.flags import config_from_keywords
-from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.logit_edits import row_edits
+from jaxpaged.core.params import MAX_BIASES, SamplingParams
 from jaxpaged.core.prefix_cache import page_hashes
+from jaxpaged.core.sequence import Sequence
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.errors import ConfigError
-from jaxpaged.text.tokenizer import ids_only_tokenizer
+from jaxpaged.text.tokenizer import ids_only_tokenizer, load_tokenizer
+from tests.support.models import VOCAB, byte_ids, byte_tokenizer, write_tokenizer
 
 
 def request(page_size, **fields):
@@ -25,3 +29,29 @@ def test_fast_first_is_the_policy_sjf():
     assert config_from_keywords(scheduling_policy="fair").scheduler.policy == "fair"
     with pytest.raises(ConfigError, match=r"FAST_FIRST is the policy sjf.*is fair"):
         config_from_keywords(priority_mode="FAST_FIRST", scheduling_policy="fair")
+
+
+@pytest.mark.parametrize("word", ["ab", " ab", "abc", " abc"])
+def test_a_banned_word_is_banned_with_and_without_a_space_before_it(tmp_path, word):
+    """However many tokens either form has; and no bias brings it back."""
+    write_tokenizer(tmp_path)
+    raw = byte_tokenizer()
+    raw.add_tokens([" ab", "abc"])  # 261, 262: one form is one token, the other several
+    raw.save(str(tmp_path / "tokenizer.json"))
+    inputs = InputProcessor(load_tokenizer(tmp_path), VOCAB, 512, 0, ())
+    biases = {261: 100.0, 262: 100.0}
+    request = inputs.request([1], SamplingParams(bad_words=[word], logit_bias=biases))
+    space, a, b, c = byte_ids(" abc")
+    single, runs = ((261,), {(a, b)}) if word.strip() == "ab" else ((262,), {(261, c)})
+    if word.startswith(" "):
+        assert set(request.banned_runs) | {(i,) for i in request.banned_ids} >= (
+            {(261,)} if word == " ab" else {(261, c)}
+        )
+        return
+    assert (request.banned_ids, set(request.banned_runs)) == (single, runs)
+    ids, values = np.zeros(MAX_BIASES, np.int32), np.zeros(MAX_BIASES, np.float32)
+    edits = row_edits(request, VOCAB)
+    assert edits is not None
+    edits.write(ids, values, Sequence(0, request, 0, [1], 1), 1)
+    assert values[ids == single[0]].sum() == -np.inf
+    assert space not in request.banned_ids

@@ -1,11 +1,35 @@
 """What /v1/completions answers, plain and streamed."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
+from jaxpaged.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+from tests.server.conftest import CHAT, COMPLETIONS
 from tests.support.models import BOS, byte_ids
 
 MELT = "\U0001fae0"
 WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+SAY = [{"role": "user", "content": "ABC"}]
+NULLABLE: list[tuple[str, type[msgspec.Struct], dict[str, Any]]] = [
+    (COMPLETIONS, CompletionRequest, {"prompt": "ABC", "seed": 7}),
+    (CHAT, ChatRequest, {"messages": SAY, "max_tokens": 4, "seed": 7}),
+    ("/tokenize", TokenizeRequest, {"prompt": "ABC"}),
+    ("/detokenize", DetokenizeRequest, {"tokens": [32]}),
+    (
+        "/inference/v1/generate",
+        GenerateRequest,
+        {"token_ids": [32], "sampling_params": {"seed": 7}},
+    ),
+]
 
 
 async def test_a_prompt_is_continued_with_usage(server):
@@ -58,10 +82,20 @@ async def test_n_answers_of_several_prompts_are_numbered_prompt_by_prompt(server
     assert first.body["usage"]["completion_tokens"] == 24
 
 
-async def test_nulls_are_the_same_as_leaving_out(server):
-    names = ("max_tokens", "stop", "seed", "logit_bias", "n", "stream_options", "logprobs", "model")
-    reply = await server.post({"prompt": "ABC"} | dict.fromkeys(names))
-    assert reply.body["usage"]["completion_tokens"] == 16
+@pytest.mark.parametrize("route", NULLABLE, ids=lambda route: route[0])
+async def test_nulls_are_the_same_as_leaving_out(server, route):
+    path, schema, body = route
+    needed = {field.name for field in msgspec.structs.fields(schema) if field.required}
+    nulls = dict.fromkeys(set(schema.__struct_fields__) - needed - body.keys())
+    assert nulls
+    bodies = (body, body | nulls)
+    plain, with_nulls = [await server.send("POST", path, json=each) for each in bodies]
+    assert (plain.status, with_nulls.status) == (200, 200), with_nulls.raw
+    assert _told(plain) == _told(with_nulls)
+
+
+def _told(reply) -> dict:
+    return {name: value for name, value in reply.body.items() if name not in ("id", "created")}
 
 
 async def test_defaults_of_the_model_fill_what_is_left_out(start):
@@ -161,6 +195,24 @@ async def test_prompt_logprobs_are_vllms(server):
     places = reply.body["choices"][0]["prompt_logprobs"]
     assert places[0] is None
     assert places[1] == {"33": {"logprob": -0.661, "rank": 1, "decoded_token": "B"}}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "more", [{}, {"n": 3}, {"stop": ["F"]}, {"use_beam_search": True, "n": 2}, {"max_tokens": 0}]
+)
+async def test_usage_in_a_stream_is_that_of_the_plain_answer(server, path, more):
+    body = {"prompt": "ABC"} if path == COMPLETIONS else dict(NULLABLE[1][2])
+    body = body | {"max_tokens": 4, "ignore_eos": True} | more
+    if more.get("max_tokens") == 0:
+        body["echo"] = True
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    plain, stream = await server.post(body, path), await server.post(body | usage, path)
+    assert stream.events[-1]["choices"] == []
+    assert stream.events[-1]["usage"] == plain.body["usage"]
+    assert all(event["usage"] is None for event in stream.events[:-1])
+    without = await server.post(body | {"stream": True}, path)
+    assert all("usage" not in event and event["choices"] for event in without.events)
 
 
 async def test_usage_comes_last_and_only_on_request(server):
