@@ -1,9 +1,14 @@
 """The server as processes: what signals and faults of the engine do to clients and exit codes."""
 
+import contextlib
 import http.client
 import json
 import os
+import random
+import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -176,3 +181,49 @@ def test_an_idle_server_takes_no_time(serve):
     before, begun = used(), time.monotonic()
     time.sleep(3)
     assert (used() - before) / (time.monotonic() - begun) < 0.02
+
+
+@pytest.mark.slow
+def test_health_is_quick_while_a_huge_prompt_is_encoded_and_a_heavy_schema_compiled(serve):
+    server = serve()
+    huge = {"prompt": "naïve text " * 480_000, "truncate_prompt_tokens": 100, "max_tokens": 2}
+    heavy = {"type": "array", "items": {"type": "string", "maxLength": 20_000}, "minItems": 3}
+    held = {"prompt": "x", "structured_outputs": {"json": heavy}}
+    (one, encoded), (other, compiled) = server.streams(1, huge), server.streams(2, held)
+    waits = []
+    while any(thread.is_alive() for thread in (*one, *other)):
+        begun = time.monotonic()
+        assert server.send("GET", "/health")[0] == 200
+        waits.append(time.monotonic() - begun)
+        time.sleep(0.005)
+    waits.sort()
+    assert waits[int(len(waits) * 0.99)] < 0.1, waits[-20:]
+    assert [status for status, _ in encoded] == [200]
+    assert {status for status, _ in compiled} <= {200, 400}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_five_hundred_clients_that_leave_at_any_stage_leave_nothing_behind(serve):
+    server, rng = serve(step_s=0.001), random.Random(0)
+    for number in range(500):
+        data = json.dumps(BODY | {"stream": bool(number % 2), "max_tokens": 1900}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        whole = head.encode() + data
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+            if rng.random() < 0.5:  # a reset instead of an end
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.sendall(whole[: rng.choice([0, 9, len(head), len(whole) - 5, *[len(whole)] * 6])])
+            time.sleep(rng.choice([0, 0, 0.001, 0.01, 0.03]))
+            if number % 2 and rng.random() < 0.2:
+                sock.settimeout(0.05)
+                with contextlib.suppress(OSError):
+                    sock.recv(200)
+    begun = time.monotonic()
+    running = b'vllm:num_requests_running{engine="0",model_name='
+    while not re.search(re.escape(running) + rb'"\S+ 0.0', server.send("GET", "/metrics")[1]):
+        assert time.monotonic() - begun < 1
+        time.sleep(0.01)
+    assert json.loads(server.send("GET", "/load")[1]) == {"server_load": 0}
+    plain = {"prompt": "ABC", "max_tokens": 3, "temperature": 0}
+    assert b'"DEF"' in server.send("POST", "/v1/completions", plain)[1]
