@@ -2,17 +2,21 @@
 
 from typing import Any
 
+import msgspec
+
 from jaxpaged.core.policies import BACKGROUND
 from jaxpaged.errors import RequestError
 from jaxpaged.generate.lines import CHAT, COMPLETIONS
+from jaxpaged.openai import pooling
 from jaxpaged.openai.answers import answer_body
+from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.prompts import as_object
 from jaxpaged.openai.responses.job import answer_response
 from server.errors import HttpError
 from server.state import ServerState
 
-RESPONSES = "/v1/responses"
-ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)
 
 
 async def answer(
@@ -23,8 +27,10 @@ async def answer(
     Raises:
         RequestError: what can never be served.
     """
-    named = body.get("model")
     try:
+        if endpoint == EMBEDDINGS:
+            return await _embeddings(server, body)
+        named = body.get("model")
         model = server.check_model(named if named is None else str(named))
     except HttpError as error:
         raise RequestError(str(error), param=error.param) from None
@@ -37,3 +43,9 @@ async def answer(
     return await answer_body(
         server.engine, body, is_chat=endpoint == CHAT, priority=BACKGROUND, **asker
     )
+
+
+async def _embeddings(server: ServerState, body: dict[str, Any]) -> dict[str, Any]:
+    read = pooling.read_embedding(msgspec.json.encode(body))
+    engine, model = server.pooling_for(read.model, "embeddings")
+    return await pooling.embeddings(read, engine, Usage(), model)

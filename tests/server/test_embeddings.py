@@ -14,6 +14,9 @@ from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.engine.pooling.alone import NoGeneration
 from jaxpaged.engine.pooling.threaded import AsyncPooling
 from server.app import create_app
+from server.batching.store import BatchStore
+from tests.server.batching.conftest import line
+from tests.server.batching.test_batches import ended, made, records
 from tests.support.embedding import write_tiny
 
 EMBED = "/v1/embeddings"
@@ -41,6 +44,19 @@ def pooling(tmp_path_factory):
 @pytest.fixture
 async def server(start, pooling):
     return await start(pooling=pooling)
+
+
+async def test_a_batch_embeds_its_lines(start, pooling, tmp_path):
+    server = await start(pooling=pooling, store=BatchStore(tmp_path, 10**6, 10**7))
+    (wanted,) = await pooling.run([pooling.inputs.encode("a b c")])
+    lines = [line("good", EMBED, input="a b c"), line("bad", EMBED, input=7)]
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        found = await ended(client, await made(client, *lines, endpoint=EMBED))
+        (good,) = await records(client, found.output_file_id)
+        (bad,) = await records(client, found.error_file_id)
+    vector = good["response"]["body"]["data"][0]["embedding"]
+    np.testing.assert_allclose(vector, wanted, atol=1e-6)
+    assert (bad["custom_id"], bad["error"]["param"]) == ("bad", "input")
 
 
 async def test_the_openai_client_and_langchain_get_the_engine_s_vectors(server, pooling):
