@@ -21,7 +21,7 @@ from jaxpaged.engine.wire import Reply, frame
 from jaxpaged.text.tokenizer import ids_only_tokenizer
 
 PROMPT_LEN = 3800
-PICTURES_A_SECOND = 2.5  # at most, see server/engine_state.py
+PICTURES_A_SECOND = 2  # at most, see server/engine_state.py
 
 
 def full_engine(rows: int) -> Engine:

@@ -24,7 +24,7 @@ from jaxpaged.openai.chunks import encode
 from server.auth import KEY, KEY_ID
 from server.state import SERVER
 
-FRESH_S = 0.4  # a picture is given again until it is so old, however many look
+FRESH_S = 0.5  # a picture is given again until it is so old, however many look
 MAX_CELLS = 16_384  # of a map; in larger pools a cell stands for several pages
 
 

@@ -64,9 +64,9 @@ def take_picture(
     num_tokens: tuple[int, int],
 ) -> EnginePicture:
     """The picture; `seqs` are all that have not finished, `num_tokens` of prompts and sampled."""
-    running, waiting = list[TokenSequence](), list[TokenSequence]()
+    running, waiting, runs = list[TokenSequence](), list[TokenSequence](), SeqState.RUNNING
     for seq in seqs:
-        (running if seq.state is SeqState.RUNNING else waiting).append(seq)
+        (running if seq.state is runs else waiting).append(seq)
     now = time.monotonic()
     return EnginePicture(
         cells=_cells(running, scheduler, builder),
