@@ -16,7 +16,6 @@ from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError, JaxPagedError
 
 FITS, DOES_NOT_FIT, CANNOT_PLAN = 0, 1, 2
-MOST_DEVICES = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,37 +53,34 @@ def _parser() -> ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     if args.path is not None:
         setattr(args, "model.model", args.path)
-    # planned for any number of devices, while the engine itself runs on one
-    num_devices = vars(args).pop("parallel.tensor_parallel_size", 1)
-    if not 1 <= num_devices <= MOST_DEVICES:
-        raise ConfigError(
-            f"--tensor-parallel-size is {num_devices}, allowed are 1 to {MOST_DEVICES}"
-        )
     config = config_from_args(args)
     if not config.model.model:
         raise ConfigError("MODEL is missing: a directory, GGUF file or hub id")
     if args.gpu:
         os.environ["JAX_PLATFORMS"] = "cpu"  # the device meant need not be here
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if args.compile and (args.gpu or num_devices > 1):
-        raise ConfigError("--compile is for one device that is here: leave out --gpu and -tp")
-    return _print_plan(config, args, num_devices)
+    if args.compile and (args.gpu or config.parallel.num_devices > 1):
+        raise ConfigError("--compile is for one device that is here: leave out --gpu, -tp and -pp")
+    return _print_plan(config, args)
 
 
-def _print_plan(config: EngineConfig, args: argparse.Namespace, num_devices: int) -> int:
+def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
     from jaxpaged.engine import advice, capacity, factory, memory  # bring JAX, which takes seconds
     from jaxpaged.engine.compiled_memory import compiled_workspace
+    from jaxpaged.sharding import planned_placement
 
-    gpu = args.gpu
+    gpu, num_devices = args.gpu, config.parallel.num_devices
 
     memory.limit_device_memory(config.cache.gpu_memory_utilization)
     device = memory.named_device(gpu) if gpu else memory.present_device(config)
     dtype = factory.model_dtype(config.model.dtype, "cpu" if device.is_cpu else "gpu")
     # of a hub model only the small files are fetched
     shapes_only = dataclasses.replace(config.model, load_format="dummy")
-    files = factory.open_files(dataclasses.replace(config, model=shapes_only), dtype)
-    model = capacity.share_of(files.config, num_devices)
-    weights = capacity.tree_bytes(files.params) // num_devices
+    placement = planned_placement(config.parallel)
+    files = factory.open_files(
+        dataclasses.replace(config, model=shapes_only), dtype, placement=placement
+    )
+    model, weights = files.config, capacity.weight_bytes(files.params, files.config, placement)
 
     def replan(changed: EngineConfig) -> capacity.MemoryPlan:
         return capacity.plan_memory(changed, model, weights, dtype, device)
@@ -96,7 +92,7 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace, num_devices: int
     verdict = "fits" if plan.fits else f"does not fit: {advice.refusal(plan, replan, config)}"
     write = sys.stdout.write
     if args.json:
-        numbers = _numbers(plan, dtype.name, num_devices, verdict)
+        numbers = _numbers(plan, dtype.name, config, verdict)
         write(json.dumps(numbers | {"compiled_workspace_bytes": compiled}) + "\n")
     else:
         each = f", each of {num_devices} devices" if num_devices > 1 else ""
@@ -105,16 +101,15 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace, num_devices: int
         if compiled is not None:
             write(f"compiled           {capacity.gib(compiled)} of workspace in the largest step\n")
         write(f"verdict            {verdict}\n")
-        if num_devices > 1:
-            write("note               this version runs on one device; more is an outlook\n")
     return FITS if plan.fits else DOES_NOT_FIT
 
 
-def _numbers(plan: Any, dtype: str, num_devices: int, verdict: str) -> dict[str, Any]:
+def _numbers(plan: Any, dtype: str, config: EngineConfig, verdict: str) -> dict[str, Any]:
     names = ("limit", "weights", "slots", "workspace", "margin", "page")
     return {
         "device": plan.device.name,
-        "tensor_parallel_size": num_devices,
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
         "dtype": dtype,
         **{f"{name}_bytes": getattr(plan, name) for name in names},
         "num_gpu_blocks": plan.num_pages,

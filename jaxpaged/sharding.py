@@ -17,12 +17,12 @@ the only one that this changes: `repeat_kv_heads` turns theirs of the model into
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxpaged.arrays import Params
@@ -96,7 +96,7 @@ def make_placement(
     """
     devices = jax.devices() if devices is None else list(devices)
     num_shards, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    wanted = num_shards * num_stages
+    wanted = parallel.num_devices
     if wanted > len(devices):
         raise ConfigError(
             f"--tensor-parallel-size {num_shards} x --pipeline-parallel-size {num_stages} needs "
@@ -106,6 +106,19 @@ def make_placement(
         return None
     grid = np.array(devices[:wanted], dtype=object).reshape(num_stages, num_shards)
     return Placement(tuple(Mesh(row, (TENSOR,)) for row in grid))
+
+
+def planned_placement(parallel: ParallelSettings) -> Placement | None:
+    """The same of devices that need not be here, for shapes alone."""
+    if parallel.num_devices == 1:
+        return None
+    mesh = cast("Mesh", AbstractMesh((parallel.tensor_parallel_size,), (TENSOR,)))
+    return Placement((mesh,) * parallel.pipeline_parallel_size)
+
+
+def keys_of(path: Sequence[Any]) -> tuple[str | int, ...]:
+    """A path of `jax.tree.leaves_with_path` as plain keys."""
+    return tuple(entry.key for entry in path)
 
 
 def spec_of(axes: Sequence[str | None]) -> PartitionSpec:
@@ -128,7 +141,7 @@ def abstract_params(state: nnx.State, num_layers: int, placement: Placement | No
     variables = dict(nnx.to_flat_state(state))
 
     def shape(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        keys = tuple(entry.key for entry in path)
+        keys = keys_of(path)
         axes = variables[keys].get_metadata("axes")
         sharding = placement.of_weight(keys, axes, num_layers)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -172,6 +185,11 @@ def is_split() -> bool:
     return TENSOR in jax.sharding.get_abstract_mesh().manual_axes
 
 
+def split_axis() -> str | None:
+    """`TENSOR` where the code being traced sees one device's share, for ops that take an axis."""
+    return TENSOR if is_split() else None
+
+
 def sum_shards(x: Array) -> Array:
     """The sum over the devices that share a layer: an all-reduce."""
     return jax.lax.psum(x, TENSOR) if is_split() else x
@@ -180,6 +198,14 @@ def sum_shards(x: Array) -> Array:
 def shard_index() -> Array | int:
     """The place of this device among those that share a layer."""
     return jax.lax.axis_index(TENSOR) if is_split() else 0
+
+
+def local_ids(ids: Array, size: int) -> Array:
+    """Ids of the whole as places in this device's `size`; elsewhere `size`, which `.at` drops."""
+    if not is_split():
+        return ids
+    places = ids - shard_index() * size
+    return jax.numpy.where((places >= 0) & (places < size), places, size)
 
 
 def _misfit(model: ModelConfig, num_shards: int) -> str:

@@ -4,17 +4,21 @@ The same numbers size the page pool, choose what the operator left open, and wor
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxpaged.arrays import Params
 from jaxpaged.config.architecture import ModelConfig
-from jaxpaged.config.settings import EngineConfig
+from jaxpaged.config.settings import EngineConfig, ParallelSettings
 from jaxpaged.core.buckets import MAX_SCORED_TOKENS
 from jaxpaged.engine.memory import GIB, DeviceMemory
 from jaxpaged.errors import ConfigError
+from jaxpaged.sharding import Placement, keys_of, laid_out
 
 CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS = 8, 256
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 8192
@@ -102,7 +106,7 @@ def plan_memory(
     """Share out a device's memory; fills in what the configuration leaves to us.
 
     Args:
-        weights: bytes on this device.
+        weights: bytes on this device, where several hold the model.
         dtype: of activations and KV.
 
     Raises:
@@ -121,9 +125,27 @@ def plan_memory(
     return _plan(config, model, weights, dtype, device, 1)
 
 
-def tree_bytes(params: Params) -> int:
-    """Device memory of a tree of arrays or shapes."""
-    return sum(_aligned(x.size * x.dtype.itemsize) for x in jax.tree.leaves(params))
+def tree_bytes(tree: Any) -> int:
+    """Memory of arrays or shapes on one device of those that they are split over."""
+
+    def size(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = sharding.shard_shape(x.shape) if isinstance(sharding, NamedSharding) else x.shape
+        return _aligned(math.prod(shape) * x.dtype.itemsize)
+
+    return sum(map(size, jax.tree.leaves(tree)))
+
+
+def weight_bytes(params: Params, model: ModelConfig, placement: Placement | None) -> int:
+    """Memory of the weights, arrays or shapes, on the device that holds the most."""
+    if placement is None:
+        return tree_bytes(params)
+    totals = [0] * len(placement.stages)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        totals[placement.stage_of(keys_of(path), model.num_layers)] += tree_bytes(leaf)
+    if model.tied_embeddings and len(totals) > 1:
+        totals[-1] += tree_bytes(params["embedding"])  # which makes the logits there
+    return max(totals)
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
@@ -132,25 +154,21 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
     return elements * np.dtype(dtype).itemsize
 
 
-def share_of(model: ModelConfig, num_devices: int) -> ModelConfig:
-    """What one of `num_devices` computes of each layer.
+def share_of(model: ModelConfig, parallel: ParallelSettings) -> ModelConfig:
+    """What a device computes, of the stage with the most layers.
 
     Raises:
         ConfigError: heads or widths do not divide.
     """
-    for name in ("heads", "kv_heads", "ffn", "vocab"):
-        size = getattr(model, name)
-        if size % num_devices:
-            raise ConfigError(
-                f"--tensor-parallel-size is {num_devices}, which does not divide the model's "
-                f"{name} of {size}"
-            )
+    num_shards = parallel.tensor_parallel_size
+    stored = laid_out(model, num_shards)
     return dataclasses.replace(
-        model,
-        heads=model.heads // num_devices,
-        kv_heads=model.kv_heads // num_devices,
-        ffn=model.ffn // num_devices,
-        vocab=model.vocab // num_devices,
+        stored,
+        heads=stored.heads // num_shards,
+        kv_heads=stored.kv_heads // num_shards,
+        ffn=stored.ffn // num_shards,
+        vocab=stored.vocab // num_shards,
+        layer_kinds=stored.layer_kinds[: -(-model.num_layers // parallel.pipeline_parallel_size)],
     )
 
 
@@ -196,11 +214,12 @@ def _plan(
     is_fixed = wanted is not None and wanted > 0
     if is_fixed:
         model = dataclasses.replace(model, max_len=wanted)
-    page = page_bytes(model, cache.page_size, dtype)
+    share = share_of(model, config.parallel)
+    page = page_bytes(share, cache.page_size, dtype)
     full = -(-model.max_len // cache.page_size)
     most_useful = 1 + max_num_seqs * full
-    workspace = workspace_bytes(model, dtype, budget, max_num_seqs)
-    trials = trial_bytes(model, dtype, budget, max_num_seqs)
+    workspace = workspace_bytes(share, dtype, budget, max_num_seqs)
+    trials = trial_bytes(share, dtype, budget, max_num_seqs)
     plan = MemoryPlan(
         device=device,
         model=model,
@@ -210,7 +229,7 @@ def _plan(
         max_num_batched_tokens=budget,
         limit=device.limit_bytes(config),
         weights=weights,
-        slots=_aligned((max_num_seqs + 1) * model.vocab * 2),
+        slots=_aligned((max_num_seqs + 1) * share.vocab * 2),
         workspace=workspace,
         margin=MARGIN_BYTES + max(0, trials - workspace),
         page=page,

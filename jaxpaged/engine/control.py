@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.arrays import Params
 from jaxpaged.engine.factory import EngineParts, open_files
 from jaxpaged.errors import EngineStopped, JaxPagedError, RequestError
+from jaxpaged.models.decoder import empty_like
+from jaxpaged.sharding import make_placement
 
 
 class EngineControl:
@@ -106,11 +107,12 @@ class EngineControl:
         runner, config = self._engine.runner, self._parts.config
         if isinstance(self._asleep, str):
             dtype = jax.tree.leaves(runner.params)[0].dtype
-            loaded = open_files(config, dtype).load(config.model.seed)
+            files = open_files(config, dtype, placement=make_placement(config.parallel))
+            loaded = files.load(config.model.seed)
             runner.update_params(loaded.params)
         else:
-            runner.update_params(jax.device_put(self._asleep))
-        runner.replace_state(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), runner.state))
+            runner.update_params(self._asleep)
+        runner.replace_state(empty_like(runner.state))
         self._asleep = ""
 
     def start_profile(self, folder: str) -> None:

@@ -13,6 +13,7 @@ import pickle
 import platform
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -40,12 +41,13 @@ SOURCES = (
     "engine/step.py",
     "layers",
     "models",
+    "sharding.py",
 )
 
 
 @dataclass(frozen=True)
 class ExecutableStore:
-    """Executables of one model on one device in `folder`; None keeps nothing.
+    """Executables of one model on one device or mesh in `folder`; None keeps nothing.
 
     `identity` names everything that the programs depend on besides their own name: model, pool,
     device, versions and source.
@@ -53,6 +55,7 @@ class ExecutableStore:
 
     folder: Path | None
     identity: str
+    devices: Sequence[Any] = ()  # that the programs run on; none is JAX's first
 
     def load(self, name: str) -> Any | None:
         """The compiled program called `name`, or None where there is none that can be trusted."""
@@ -66,9 +69,8 @@ class ExecutableStore:
             if not hmac.compare_digest(digest, hashlib.sha256(payload).digest()):
                 return None
             load_kernel_runtime()
-            one_device = jax.devices()[:1]
             return serialize_executable.deserialize_and_load(
-                *pickle.loads(payload), execution_devices=one_device
+                *pickle.loads(payload), execution_devices=self.devices or jax.devices()[:1]
             )
         except FileNotFoundError:
             return None

@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
@@ -28,24 +26,22 @@ from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.recording import RecordedScheduler
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.advice import memory_explained, plan_or_refuse
-from jaxpaged.engine.capacity import MemoryPlan, tree_bytes
+from jaxpaged.engine.capacity import MemoryPlan, weight_bytes
 from jaxpaged.engine.devices import use_devices
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.inputs import InputProcessor
-from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device, watch_devices
-from jaxpaged.engine.programs import Programs, ProgramSource
 from jaxpaged.engine.runner import Runner
+from jaxpaged.engine.starting import make_programs, refuse_combinations, warm_up
 from jaxpaged.engine.swapping import swap_limits
 from jaxpaged.engine.texts import template_for, tokenizer_for
-from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import AttentionOp, paged_attention
 from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.metrics import EngineMetrics
+from jaxpaged.sharding import Placement, make_placement
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer
-from jaxpaged.weights.loader import LoadedModel, ModelFiles, open_model
+from jaxpaged.weights.loader import ModelFiles, open_model
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +82,7 @@ def build_engine(
     Raises:
         ConfigError, WeightsError: nothing was started; the text says what to change.
     """
-    if config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size != 1:
-        raise ConfigError("this version runs on one device: leave out --tensor-parallel-size")
+    refuse_combinations(config, logits_processors)
     phases: dict[str, float] = {}
     limit_device_memory(config.cache.gpu_memory_utilization)
     use_devices(config.parallel)
@@ -95,25 +90,28 @@ def build_engine(
         platform = jax.default_backend()
         dtype = model_dtype(config.model.dtype, platform)
         device = present_device(config)
+        placement = make_placement(config.parallel)
     with _timed(phases, "weights"):
-        files = open_files(config, dtype, attention)
-        weights = tree_bytes(files.params)
+        files = open_files(config, dtype, attention, placement)
+        weights = weight_bytes(files.params, files.config, placement)
         # refuses what cannot fit before a weight is read
         plan_or_refuse(config, files.config, weights, dtype, device)
         loaded = files.load(config.model.seed)
     with _timed(phases, "tokenizer"):
         tokenizer = tokenizer_for(config.model, loaded.path)
         template = template_for(config.model, tokenizer)
-    weights = bytes_in_use() or weights
+    weights = bytes_in_use(placement and placement.devices) or weights
     plan = plan_or_refuse(config, loaded.config, weights, dtype, device)
     config, model = settled(config, plan), plan.model
     processors = dict(logits_processors or {})
-    programs = _programs(config, plan, loaded, dtype, attention, tuple(processors.values()))
+    programs = make_programs(
+        config, plan, loaded, dtype, placement, attention, tuple(processors.values())
+    )
     wants_warm = warm and platform != "cpu"
     if config.compile.warmup == "all" or (config.compile.warmup == "auto" and wants_warm):
         # before the pool takes the memory in which XLA tries ways to multiply
         with _timed(phases, "programs"), memory_explained(plan):
-            _warm_up(programs, ladder_of(config), show_progress)
+            warm_up(programs, ladder_of(config), show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
         runner = Runner(model, loaded.params, programs.source.make_state(), programs)
     parts = _host_side(config, plan, processors)
@@ -194,38 +192,6 @@ def _host_side(
     return _HostSide(scheduler, builder, ladder_of(config))
 
 
-def _programs(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    loaded: LoadedModel,
-    dtype: np.dtype,
-    attention: AttentionOp | None,
-    processors: tuple[LogitsProcessor, ...],
-) -> Programs:
-    """What finds and compiles the programs; of the page pool only its shape is needed."""
-    source = ProgramSource(
-        loaded.graphdef,
-        loaded.params,
-        plan.model,
-        num_pages=plan.num_pages,
-        page_size=plan.page_size,
-        max_num_seqs=plan.max_num_seqs,
-        dtype=dtype,
-        processors=processors,
-        swaps=config.cache.swap_space > 0,
-        logprobs_mode=config.model.logprobs_mode,
-    )
-    is_plain = attention is None and not processors  # nothing that only this process knows
-    is_cacheable = is_plain and config.compile.compile_cache_dir != ""
-    folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
-    store = ExecutableStore(folder, source.identity())
-    start_processes = None
-    if is_plain:
-        told = lowering_setup(config, plan.num_pages, plan.model.max_len)
-        start_processes = partial(LoweringProcesses, setup=told)
-    return Programs(source, store, start_processes)
-
-
 def ladder_of(config: EngineConfig) -> BucketLadder:
     """The buckets of an engine whose sizes are settled."""
     sched = config.scheduler
@@ -255,19 +221,11 @@ def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
     return found
 
 
-def _warm_up(programs: Programs, ladder: BucketLadder, show_progress: bool) -> None:
-    buckets = ladder.all_buckets()
-    with tqdm(total=len(buckets), desc="programs", disable=not show_progress) as bar:
-
-        def notice(done: int, total: int) -> None:
-            bar.total, bar.n = total, done
-            bar.refresh()
-
-        programs.warm_up(buckets, notice)
-
-
 def open_files(
-    config: EngineConfig, dtype: np.dtype, attention: AttentionOp | None = None
+    config: EngineConfig,
+    dtype: np.dtype,
+    attention: AttentionOp | None = None,
+    placement: Placement | None = None,
 ) -> ModelFiles:
     """The configured model, of which only the configuration is read."""
     return open_model(
@@ -277,6 +235,7 @@ def open_files(
         hf_overrides=config.model.hf_overrides,
         revision=config.model.revision,
         attend=attention or paged_attention,
+        placement=placement,
     )
 
 

@@ -85,9 +85,10 @@ def named_device(name: str) -> DeviceMemory:
     return DeviceMemory(f"GPU of {gibibytes:g} GiB", int(gibibytes * GIB), is_cpu=False)
 
 
-def bytes_in_use() -> int:
-    """What JAX holds on the device now; 0 where it does not tell, as on a CPU."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
+def bytes_in_use(devices: Sequence[Any] | None) -> int:
+    """What JAX holds now on one of the devices, or its first; 0 where it does not tell (a CPU)."""
+    stats = [device.memory_stats() or {} for device in devices or jax.devices()[:1]]
+    return max(found.get("bytes_in_use", 0) for found in stats)
 
 
 def watch_devices(metrics: EngineMetrics, device_ids: Sequence[int]) -> None:

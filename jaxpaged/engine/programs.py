@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxpaged.arrays import Params
+from jaxpaged.arrays import DeviceState, Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import Bucket
@@ -33,12 +34,14 @@ from jaxpaged.engine.page_moves import (
 )
 from jaxpaged.engine.step import SamplerState, make_forward, make_sample, reset_counts
 from jaxpaged.layers.sampling import LogitsProcessor
-from jaxpaged.models.decoder import init_device_state
+from jaxpaged.models.decoder import device_state_shapes, empty_like
+from jaxpaged.sharding import spec_of
 
 log = logging.getLogger(__name__)
 
 RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
 FEW_TOKENS = 32  # up to here XLA's own Triton products read weights faster than cuBLAS does
+WHOLE, LOGITS = PartitionSpec(), spec_of((None, "vocab"))
 FEWEST_FOR_PROCESSES = 12  # programs to lower; for fewer, processes take longer to start
 
 
@@ -49,12 +52,24 @@ class Program:
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # shapes
-    result: Any  # the tree that it returns
+    result: Any  # how the tree that it returns is split, a PartitionSpec a leaf
     donated: int | tuple[()]
     options: dict[str, Any]  # of XLA
+    mesh: Mesh | None
 
     def lower(self) -> Any:
-        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments)
+        return self.jitted().lower(*self.arguments)
+
+    def jitted(self) -> Any:
+        """On a mesh, the function sees one device's share of everything."""
+        function = self.function
+        if self.mesh is not None:
+            specs = jax.tree.map(_spec, self.arguments)
+            # that results agree on all devices is the function's affair, and tests'
+            function = jax.shard_map(
+                function, mesh=self.mesh, in_specs=specs, out_specs=self.result, check_vma=False
+            )
+        return jax.jit(function, donate_argnums=self.donated)
 
     def compile(self, lowered: Any = None) -> Any:
         """Compile it, from what another process lowered if that is given."""
@@ -72,6 +87,7 @@ class ProgramSource:
         dtype: of the KV.
         swaps: pages may go to host memory.
         logprobs_mode: what is told where logprobs are wanted.
+        mesh: the devices that share each layer, for which `params` and `model` are laid out.
     """
 
     def __init__(
@@ -87,16 +103,15 @@ class ProgramSource:
         processors: tuple[LogitsProcessor, ...] = (),
         swaps: bool = False,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        mesh: Mesh | None = None,
     ):
-        self._graphdef, self._processors = graphdef, processors
+        self._graphdef, self._processors, self.mesh = graphdef, processors, mesh
         self._logprobs_mode: LogprobsMode = logprobs_mode
-        self.make_state = partial(
-            init_device_state, model, num_pages, page_size, max_num_seqs, dtype
-        )
         self._layout_of = partial(
             PackedLayout, pages_per_seq=-(-model.max_len // page_size), vocab=model.vocab
         )
-        self._params, self._state = _shapes(params), jax.eval_shape(self.make_state)
+        self._params = _shapes(params)
+        self._state = device_state_shapes(model, num_pages, page_size, max_num_seqs, dtype, mesh)
         self._page_programs = [("copy", width) for width in COPY_WIDTHS]
         if swaps:
             self._page_programs += itertools.product(("fetch", "store"), MOVE_WIDTHS)
@@ -105,41 +120,49 @@ class ProgramSource:
 
     def identity(self) -> str:
         """All that the programs depend on besides their names."""
-        told = f"{self._model} {self._logprobs_mode}"
-        return programs_identity(told, self._params, self._state)
+        split = jax.tree.leaves(jax.tree.map(_spec, (self._params, self._state)))
+        devices = self.mesh and [device.id for device in self.mesh.devices.flat]
+        return programs_identity(
+            (self._model, self._logprobs_mode, devices, split), self._params, self._state
+        )
+
+    def make_state(self) -> DeviceState:
+        """An empty page pool and the slots of sequences."""
+        return empty_like(self._state)
 
     def forward(self, bucket: Bucket) -> Program:
         layout = self._layout_of(bucket)
         function = make_forward(self._graphdef, layout)
-        arguments = (self._params, self._state, _int32(layout.forward_size))
+        arguments = (self._params, self._state, self._int32(layout.forward_size))
         on_gpu = jax.default_backend() == "gpu"
         options = {"xla_gpu_enable_triton_gemm": bucket.num_tokens <= FEW_TOKENS} if on_gpu else {}
-        result = jax.tree.structure((self._state, 0, 0))
-        return Program(bucket.forward_name, function, arguments, result, 1, options)
+        result = (self._state, LOGITS, WHOLE)
+        return self._program(bucket.forward_name, function, arguments, result, 1, options)
 
     def sample(self, bucket: Bucket) -> Program:
         layout = self._layout_of(bucket)
-        vocab = self._state.output_counts.shape[1]
+        counts = self._state.output_counts
         state = SamplerState(self._state.last_token_ids, self._state.output_counts)
-        logits = jax.ShapeDtypeStruct((bucket.num_logits, vocab), jnp.float32)
-        arguments = (state, logits, _int32(layout.sample_size))
+        shape = (bucket.num_logits, counts.shape[1])
+        logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=counts.sharding)
+        arguments = (state, logits, self._int32(layout.sample_size))
         function = make_sample(layout, self._processors, self._logprobs_mode)
-        result = jax.tree.structure((state, 0))
-        return Program(bucket.sample_name, function, arguments, result, 0, {})
+        return self._program(bucket.sample_name, function, arguments, (state, WHOLE), 0)
 
     def reset(self, length: int) -> Program:
-        arguments = (self._state.output_counts, _int32(), _int32(length), _int32(), _int32())
-        return Program(f"reset {length}", reset_counts, arguments, jax.tree.structure(0), 0, {})
+        counts, int32 = self._state.output_counts, self._int32
+        arguments = (counts, int32(), int32(length), int32(), int32())
+        return self._program(f"reset {length}", reset_counts, arguments, counts, 0)
 
     def page(self, kind: str, width: int) -> Program:
         """What moves `width` pages: copy, fetch or store."""
-        pool, page_ids = self._state.kv_pages, _int32(width)
-        name, tree = f"{kind} {width}", jax.tree.structure(pool)
+        pool, page_ids, name = self._state.kv_pages, self._int32(width), f"{kind} {width}"
+        rows = page_rows(pool, width)
         if kind == "copy":
-            return Program(name, copy_pages, (pool, _int32(2, width)), tree, 0, {})
+            return self._program(name, copy_pages, (pool, self._int32(2, width)), pool, 0)
         if kind == "fetch":
-            return Program(name, fetch_pages, (pool, page_ids), jax.tree.structure(0), (), {})
-        return Program(name, store_pages, (pool, page_rows(pool, width), page_ids), tree, 0, {})
+            return self._program(name, fetch_pages, (pool, page_ids), rows, ())
+        return self._program(name, store_pages, (pool, rows, page_ids), pool, 0)
 
     def all_programs(self, buckets: Iterable[Bucket]) -> dict[str, Callable[[], Program]]:
         """What makes each program that these buckets need, by name; large ones first."""
@@ -153,6 +176,23 @@ class ProgramSource:
         for kind, width in self._page_programs:
             programs[f"{kind} {width}"] = partial(self.page, kind, width)
         return programs
+
+    def _program(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        result: Any,
+        donated: int | tuple[()],
+        options: dict[str, Any] | None = None,
+    ) -> Program:
+        """`result` has arrays that it is split like, or specs."""
+        split = jax.tree.map(_spec, result)
+        return Program(name, function, arguments, split, donated, options or {}, self.mesh)
+
+    def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
 class Programs:
@@ -244,7 +284,8 @@ class Programs:
         exported = processes.lower(program.name) if processes else None
         lowered = None
         if exported is not None:
-            lowered = lower_exported(exported, program.arguments, program.result, program.donated)
+            tree = jax.tree.structure(program.result)
+            lowered = lower_exported(exported, program.arguments, tree, program.donated)
         self._compile(program, lowered)
 
     def _compile(self, program: Program, lowered: Any = None) -> None:
@@ -268,5 +309,9 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(shape, tree)
 
 
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _spec(x: Any) -> PartitionSpec:
+    """How an array or its shape is split, or what already says so."""
+    if isinstance(x, PartitionSpec):
+        return x
+    sharding = getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE

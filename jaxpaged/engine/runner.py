@@ -6,6 +6,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.arrays import DeviceState, Params
 from jaxpaged.config.architecture import ModelConfig
@@ -55,7 +56,7 @@ class PendingStep:
 
 
 class Runner:
-    """Runs built batches on one device, in the order given. Used by one thread at a time.
+    """Runs built batches on one device or mesh, in the order given. Used by one thread at a time.
 
     Args:
         params: the decoder's weights on the device.
@@ -66,6 +67,8 @@ class Runner:
         self.model, self.params = model, params
         self._state, self._programs = state, programs
         self._mover = PageMover(programs.page)
+        mesh = programs.source.mesh
+        self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     @property
     def num_compilations(self) -> int:
@@ -83,7 +86,7 @@ class Runner:
     def dispatch(self, batch: HostBatch) -> PendingStep:
         """Start a step; returns at once where the device computes asynchronously."""
         if batch.bucket.needs_sampling:
-            forward, sample = jax.device_put((batch.forward, batch.sample))
+            forward, sample = jax.device_put((batch.forward, batch.sample), self._everywhere)
             return self._start_sampling(self._start_forward(batch.bucket, forward), sample)
         pending = self.dispatch_forward(batch)
         pending.words.copy_to_host_async()
@@ -91,11 +94,11 @@ class Runner:
 
     def dispatch_forward(self, batch: HostBatch) -> PendingLogits:
         """Start the first half of a step. `dispatch_sample` must come before the next forward."""
-        return self._start_forward(batch.bucket, jax.device_put(batch.forward))
+        return self._start_forward(batch.bucket, jax.device_put(batch.forward, self._everywhere))
 
     def dispatch_sample(self, pending: PendingLogits, batch: HostBatch) -> PendingStep:
         """Start the second half, with `batch.sample` as it is by now."""
-        return self._start_sampling(pending, jax.device_put(batch.sample))
+        return self._start_sampling(pending, jax.device_put(batch.sample, self._everywhere))
 
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step and take its result apart."""

@@ -23,12 +23,14 @@ from jaxpaged.layers.sampling import (
     as_logits,
     edit_logits,
     filtered,
+    log_total,
     pick,
     pick_greedy,
     score,
     tell_instead,
     token_logprobs,
 )
+from jaxpaged.sharding import local_ids
 
 type ForwardFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array, Array]]
 type SampleFunction = Callable[[SamplerState, Array, Array], tuple[SamplerState, Array]]
@@ -123,6 +125,7 @@ def reset_counts(
     """Write one sequence's history into its slot of `output_counts`; the end of it is padding."""
     place = jnp.arange(token_ids.shape[0])
     row = jnp.zeros(counts.shape[1], jnp.int16)
+    token_ids = local_ids(token_ids, len(row))
     row = row.at[token_ids].max((place < num_prompt_tokens).astype(jnp.int16))
     sampled = (place >= num_prompt_tokens) & (place < num_tokens)
     return counts.at[slot].set(row.at[token_ids].add(2 * sampled.astype(jnp.int16)))
@@ -147,7 +150,8 @@ def _sample(
     edited = edit_logits(logits, counts, sampling.position, edits, processors)
     tokens = pick(edited, sampling)
     added = 2 * edits.counts_row.astype(jnp.int16)
-    counts = state.output_counts.at[slots, tokens].add(added)
+    places = local_ids(tokens, counts.shape[1])
+    counts = state.output_counts.at[slots, places].add(added)
     return tokens, edited, replace(state, output_counts=counts)
 
 
@@ -194,8 +198,9 @@ def _bits(x: Array) -> Array:
 
 
 def _step_words(logits: Array, tokens: Array) -> Array:
-    logprobs = token_logprobs(logits, tokens)
-    is_finite = jnp.isfinite(jax.nn.logsumexp(logits, axis=-1)).astype(jnp.int32)
+    total = log_total(logits)
+    logprobs = token_logprobs(logits, tokens, total)
+    is_finite = jnp.isfinite(total).astype(jnp.int32)
     return jnp.stack([tokens, _bits(logprobs), is_finite], axis=1).reshape(-1)
 
 

@@ -22,11 +22,12 @@ def swap_limits(config: EngineConfig, plan: MemoryPlan) -> dict[str, Any]:
     """
     cache, mode = config.cache, config.scheduler.preemption_mode
     one_page = plan.page
-    num_host_pages = int(cache.swap_space * GIB) // one_page
+    on_host = one_page * config.parallel.num_devices  # a little more, where stages are uneven
+    num_host_pages = int(cache.swap_space * GIB) // on_host
     if mode == "swap" and not num_host_pages:
         raise ConfigError(
             f"--preemption-mode is swap and --swap-space {cache.swap_space} GiB holds no page of "
-            f"{one_page} bytes: raise --swap-space, or set --preemption-mode to auto"
+            f"{on_host} bytes: raise --swap-space, or set --preemption-mode to auto"
         )
     is_cpu = jax.default_backend() == "cpu"
     transfer, compute = (CPU_TRANSFER, CPU_COMPUTE) if is_cpu else (GPU_TRANSFER, GPU_COMPUTE)

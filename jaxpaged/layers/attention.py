@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxpaged.arrays import KVPages, RaggedBatch
 from jaxpaged.config.architecture import LayerKind, ModelConfig
-from jaxpaged.layers.linear import linear, weight, zeros
+from jaxpaged.layers.linear import linear, linear_of_parts, weight, zeros
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Angles
 from pallas_kernels.ragged_attention import ragged_paged_attention
@@ -111,4 +111,4 @@ class Attention(nnx.Module):
         else:
             seen = self.attend(q, pages, batch, spec=self.spec, sinks=self.sinks[...])
         seen = seen.astype(x.dtype).reshape(x.shape[0], -1)
-        return linear(seen, self.out, self.out_bias), pages
+        return linear_of_parts(seen, self.out, self.out_bias), pages

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.layers.linear import contract_last, weight
+from jaxpaged.sharding import is_split, local_ids, sum_shards
 
 
 class Embedding(nnx.Module):
@@ -20,8 +21,13 @@ class Embedding(nnx.Module):
         self.scale = scale
 
     def __call__(self, token_ids: Int32[Array, " tokens"]) -> Float[Array, "tokens embed"]:
-        """Look up `token_ids`, which the host has bounded."""
-        x = self.table[...].at[token_ids].get(mode="clip")
+        """Look up `token_ids`, which the host has bounded; one all-reduce where rows are split."""
+        table = self.table[...]
+        if is_split():
+            places = local_ids(token_ids, len(table))
+            x = sum_shards(table.at[places].get(mode="fill", fill_value=0))
+        else:
+            x = table.at[token_ids].get(mode="clip")
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:

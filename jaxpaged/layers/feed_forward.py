@@ -5,7 +5,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpaged.config.architecture import Activation, ModelConfig
-from jaxpaged.layers.linear import linear, weight, zeros
+from jaxpaged.layers.linear import linear, linear_of_parts, weight, zeros
 from pallas_kernels.gated import gated
 
 
@@ -26,4 +26,4 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
         both = linear(x, self.gate_up, self.gate_up_bias)
-        return linear(gated(both, activation=self.activation), self.down, self.down_bias)
+        return linear_of_parts(gated(both, activation=self.activation), self.down, self.down_bias)

@@ -9,6 +9,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpaged.sharding import sum_shards
+
 FEW_ROWS = 16
 
 
@@ -35,6 +37,14 @@ def linear(
     Sums are in float32 and stored in x's type.
     """
     y = contract_last(x, weight[...].reshape(-1, x.shape[-1]), x.dtype)
+    return y if bias is None else y + bias[...].reshape(1, -1)
+
+
+def linear_of_parts(
+    x: Float[Array, "tokens in"], weight: nnx.Param, bias: nnx.Param | None
+) -> Float[Array, "tokens out"]:
+    """`linear` where the contracted axis may be split over devices: then one all-reduce."""
+    y = sum_shards(linear(x, weight, None))
     return y if bias is None else y + bias[...].reshape(1, -1)
 
 

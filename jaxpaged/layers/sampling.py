@@ -12,7 +12,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int16, Int32
 
 from jaxpaged.arrays import LogitEdits, SamplingBatch, TopLogprobs
-from pallas_kernels.sampling import filter_logits, rank_of, top_n_logprobs
+from jaxpaged.layers.noise import gumbel_noise
+from jaxpaged.sharding import local_ids, shard_index, split_axis
+from pallas_kernels.sampling import (
+    best_token,
+    filter_logits,
+    log_sum_exp,
+    logit_of,
+    logits_of,
+    rank_of,
+    top_n_logprobs,
+)
 
 GREEDY_BELOW = 1e-5  # a temperature under this picks the largest logit
 TOP_LOGPROBS = 20
@@ -46,14 +56,14 @@ def row_keys(sampling: SamplingBatch) -> Array:
 
 def pick_greedy(logits: Float[Array, "seqs vocab"]) -> Int32[Array, " seqs"]:
     """The largest logit of each row; of equal ones the lowest id."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return best_token(logits, split_axis())
 
 
 def pick(logits: Float[Array, "seqs vocab"], sampling: SamplingBatch) -> Int32[Array, " seqs"]:
     """Sample every row by its own temperature, top-k, top-p, min-p and key."""
     is_greedy = sampling.temperature < GREEDY_BELOW
-    kept, vocab = filtered(logits, sampling), logits.shape[-1]
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(row_keys(sampling))
+    kept = filtered(logits, sampling)
+    noise = gumbel_noise(row_keys(sampling), logits.shape[-1])
     if jax.default_backend() == "cpu":
         # merged into the argmax the noise is made anew for each comparison: twice as slow there
         noise = jax.lax.optimization_barrier(noise)
@@ -67,7 +77,8 @@ def filtered(
     """Scale by temperature (a greedy row is not) and take out what is filtered away, as -inf."""
     is_greedy = sampling.temperature < GREEDY_BELOW
     scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    return filter_logits(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+    filters = (sampling.top_k, sampling.top_p, sampling.min_p)
+    return filter_logits(scaled, *filters, axis=split_axis())
 
 
 def edit_logits(
@@ -79,12 +90,13 @@ def edit_logits(
 ) -> Float[Array, "seqs vocab"]:
     """Apply masks, biases, penalties and processors; `counts` are rows of `output_counts`."""
     vocab = logits.shape[-1]
-    token = jnp.arange(vocab)
+    token = jnp.arange(vocab) + shard_index() * vocab
     words = edits.mask[:, token // 32]
     allowed = (words >> (token % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1) != 0
     logits = jnp.where(allowed, logits, -jnp.inf)
     rows = jnp.arange(logits.shape[0])[:, None]
-    logits = logits.at[rows, edits.bias_ids].add(edits.bias_values, mode="drop")
+    bias_ids = local_ids(edits.bias_ids, vocab)
+    logits = logits.at[rows, bias_ids].add(edits.bias_values, mode="drop")
 
     sampled = (counts >> 1).astype(jnp.int32)
     seen = counts > 0
@@ -101,20 +113,27 @@ def edit_logits(
     return logits
 
 
+def log_total(logits: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    """The logarithm of the sum that turns logits into probabilities; not finite where any is."""
+    return log_sum_exp(logits, split_axis())
+
+
 def token_logprobs(
-    logits: Float[Array, "rows vocab"], token_ids: Int32[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    token_ids: Int32[Array, " rows"],
+    total: Float[Array, " rows"],
 ) -> Float[Array, " rows"]:
-    """Natural log-probability of one token a row, from the logits as the model made them."""
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    """Natural log-probability of one token a row; `total` is `log_total` of the same logits."""
+    return logit_of(logits, token_ids, split_axis()) - total
 
 
 def score(logits: Float[Array, "rows vocab"], targets: Int32[Array, " rows"]) -> TopLogprobs:
     """Logprob and rank of one token a row, and the likeliest 20."""
-    top_ids, top_logprobs = top_n_logprobs(logits, TOP_LOGPROBS)
-    return TopLogprobs(
-        token_logprobs(logits, targets), rank_of(logits, targets), top_ids, top_logprobs
-    )
+    total = log_total(logits)
+    axis = split_axis()
+    top_ids, top_logprobs = top_n_logprobs(logits, TOP_LOGPROBS, axis=axis)
+    ranks = rank_of(logits, targets, axis=axis)
+    return TopLogprobs(token_logprobs(logits, targets, total), ranks, top_ids, top_logprobs)
 
 
 def tell_instead(
@@ -127,8 +146,7 @@ def tell_instead(
     ours = jnp.minimum(rows, logits.shape[0] - 1)
     is_told = told_ids[:, :1] >= 0
     mine = logits[ours]
-    named = jnp.take_along_axis(mine, told_ids, axis=-1, mode="clip")
-    named = named - jax.nn.logsumexp(mine, axis=-1, keepdims=True)
+    named = logits_of(mine, told_ids, split_axis()) - log_total(mine)[:, None]
     ids = jnp.where(is_told, told_ids, top.top_ids[ours])
     logprobs = jnp.where(is_told, named, top.top_logprobs[ours])
     return replace(
@@ -140,7 +158,7 @@ def tell_instead(
 
 def as_logits(top: TopLogprobs, logits: Float[Array, "logits vocab"]) -> TopLogprobs:
     """`top` with logits in place of their logprobs."""
-    total = jax.nn.logsumexp(logits, axis=-1)
+    total = log_total(logits)
     return replace(
         top,
         target_logprobs=top.target_logprobs + total,

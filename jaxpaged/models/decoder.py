@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
@@ -16,6 +18,7 @@ from jaxpaged.layers.embedding import Embedding
 from jaxpaged.layers.feed_forward import FeedForward
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Angles, rope_angles
+from jaxpaged.sharding import spec_of
 
 
 class DecoderLayer(nnx.Module):
@@ -132,18 +135,47 @@ def input_ids(batch: RaggedBatch, state: DeviceState) -> Int32[Array, " tokens"]
     return jnp.where(batch.from_last, state.last_token_ids[slots], batch.token_ids)
 
 
+def device_state_shapes(
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    max_num_seqs: int,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
+) -> DeviceState:
+    """What `init_device_state` makes, as shapes with their shardings."""
+
+    def shape(dtype: DTypeLike, **sizes: int) -> Any:
+        sharding = None if mesh is None else NamedSharding(mesh, spec_of(tuple(sizes)))
+        return jax.ShapeDtypeStruct(tuple(sizes.values()), dtype, sharding=sharding)
+
+    slots, heads = max_num_seqs + 1, config.kv_heads
+    page = {"kv_heads": heads, "places": page_size, "head_dim": config.head_dim}
+    one = shape(dtype, pages=num_pages, **page)
+    return DeviceState(
+        kv_pages=tuple(KVPages(one, one) for _ in config.layer_kinds),
+        last_token_ids=shape(jnp.int32, slots=slots),
+        output_counts=shape(jnp.int16, slots=slots, vocab=config.vocab),
+    )
+
+
 def init_device_state(
-    config: ModelConfig, num_pages: int, page_size: int, max_num_seqs: int, dtype: DTypeLike
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    max_num_seqs: int,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
 ) -> DeviceState:
     """Make an empty page pool and the slots of `max_num_seqs` sequences, plus the spare one.
 
-    `num_pages` counts the null page; `dtype` is that of the KV.
+    `num_pages` counts the null page; `dtype` is that of the KV; `config` is as it is laid out for
+    `mesh`.
     """
-    shape = (num_pages, config.kv_heads, page_size, config.head_dim)
-    return DeviceState(
-        kv_pages=tuple(
-            KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in config.layer_kinds
-        ),
-        last_token_ids=jnp.zeros(max_num_seqs + 1, jnp.int32),
-        output_counts=jnp.zeros((max_num_seqs + 1, config.vocab), jnp.int16),
-    )
+    shapes = device_state_shapes(config, num_pages, page_size, max_num_seqs, dtype, mesh)
+    return empty_like(shapes)
+
+
+def empty_like(state: DeviceState) -> DeviceState:
+    """Zeros in the place of shapes, or of arrays, whose memory may be gone."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), state)

@@ -2,7 +2,8 @@
 
 import math
 import zlib
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -28,12 +29,15 @@ def random_params(abstract: Params, seed: int, device: Destination) -> Params:
         width = 0.1 if len(shape.shape) == 1 else math.sqrt(3 / shape.shape[-1])
         sizes = (shape.shape, shape.dtype, middle, width)
         if shape.sharding is not None:  # each device makes its own part
-            return jax.jit(_uniform, static_argnums=(1, 2, 3, 4), out_shardings=shape.sharding)(
-                word, *sizes
-            )
+            return _maker(shape.sharding)(word, *sizes)
         return jax.device_put(_uniform(word, *sizes), device)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract)
+
+
+@cache
+def _maker(sharding: jax.sharding.Sharding) -> Callable[..., Array]:
+    return jax.jit(_uniform, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))

@@ -2,5 +2,14 @@
 
 from pallas_kernels.sampling.filtering import filter_logits
 from pallas_kernels.sampling.ranking import rank_of, top_n_logprobs
+from pallas_kernels.sampling.shards import best_token, log_sum_exp, logit_of, logits_of
 
-__all__ = ["filter_logits", "rank_of", "top_n_logprobs"]
+__all__ = [
+    "best_token",
+    "filter_logits",
+    "log_sum_exp",
+    "logit_of",
+    "logits_of",
+    "rank_of",
+    "top_n_logprobs",
+]

@@ -4,6 +4,8 @@ Each of the three keeps the logits from some value on, so all that is wanted is 
 found by a search in which every pass over the vocabulary tries several thresholds at once.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import checks
 from pallas_kernels.sampling.search import Search, Tries, find_highest, key_of, mass_of, value_of
+from pallas_kernels.sampling.shards import max_over, min_over, num_parts, sum_over
 
 _OP = "filter_logits"
 _BLOCK = 32  # neighbouring logits that are kept or set aside together
@@ -25,6 +28,8 @@ def filter_logits(
     top_k: Int32[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
+    *,
+    axis: str | None = None,
 ) -> Float[Array, "rows vocab"]:
     """Put -inf in place of every logit that min-p, top-k or top-p drops, in vLLM's order.
 
@@ -38,6 +43,8 @@ def filter_logits(
         top_k: 0 keeps all.
         top_p: over 0; 1 keeps all.
         min_p: 0 keeps all.
+        axis: inside `jax.shard_map`, the mesh axis over which the vocabulary is split. The devices
+            then exchange at most 132 bytes a row and pass.
 
     Returns:
         The logits, -inf where dropped. The best token always stays.
@@ -66,7 +73,7 @@ def filter_logits(
     filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
     threshold = lax.cond(
         jnp.any(filters),
-        _find_thresholds,
+        functools.partial(_find_thresholds, axis=axis),
         lambda logits, *_: jnp.full(logits.shape[:1], -jnp.inf, jnp.float32),
         *(logits, top_k, top_p, min_p),
     )
@@ -78,6 +85,8 @@ def _find_thresholds(
     top_k: Int32[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
+    *,
+    axis: str | None,
 ) -> Float[Array, " rows"]:
     """The least logit that each row keeps."""
     rows, vocab = logits.shape
@@ -86,9 +95,11 @@ def _find_thresholds(
     # behind a barrier, or XLA makes each row's best of all logits again, in one more pass
     of_blocks = lax.optimization_barrier((jnp.max(blocks, axis=2), _least(blocks)))
     best_of_block, least_of_block = of_blocks
-    best, least = jnp.max(best_of_block, axis=1), jnp.min(least_of_block, axis=1)
-    low = lax.cond(jnp.any(min_p > 0), _apply_min_p, lambda *_: least, logits, best, min_p)
-    counts = (top_k > 0) & (top_k < vocab)
+    best = max_over(jnp.max(best_of_block, axis=1), axis)
+    least = min_over(jnp.min(least_of_block, axis=1), axis)
+    apply = functools.partial(_apply_min_p, axis=axis)
+    low = lax.cond(jnp.any(min_p > 0), apply, lambda *_: least, logits, best, min_p)
+    counts = (top_k > 0) & (top_k < vocab * num_parts(axis))
     nothing = jnp.zeros_like(best)
     search = Search(
         low=key_of(low),
@@ -103,13 +114,16 @@ def _find_thresholds(
     )
     if blocks.shape[1] > _NUM_BLOCKS:
         whole = jnp.sum(jnp.where(logits >= low[:, None], mass_of(logits, best), 0), axis=1)
-        search = _search_best_blocks(search, blocks, best_of_block, whole, top_p)
-    if jax.default_backend() != "cpu":
-        return value_of(find_highest(search, logits, best, top_p, _GPU_TRIES, keep_mass=False))
+        whole = sum_over(whole, axis)
+        search = _search_best_blocks(search, blocks, best, best_of_block, whole, top_p, axis)
+    on_cpu = jax.default_backend() == "cpu"
+    tries = _CPU_TRIES if on_cpu else _GPU_TRIES
+    if axis is not None or not on_cpu:
+        return value_of(find_highest(search, logits, best, top_p, tries, axis, keep_mass=on_cpu))
 
     def search_row(row: tuple[Search, Array, Array, Array]) -> Array:
         search, logits, best, top_p = row
-        return find_highest(search, logits, best, top_p, _CPU_TRIES, keep_mass=True)
+        return find_highest(search, logits, best, top_p, tries, None, keep_mass=True)
 
     # row by row, so that a pass stays in the cache, and rows that are done cost none
     rows_of_one = jax.tree.map(lambda x: x[:, None], (search, logits, best, top_p))
@@ -117,40 +131,46 @@ def _find_thresholds(
 
 
 def _apply_min_p(
-    logits: Float[Array, "rows vocab"], best: Float[Array, " rows"], min_p: Float[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    best: Float[Array, " rows"],
+    min_p: Float[Array, " rows"],
+    *,
+    axis: str | None,
 ) -> Float[Array, " rows"]:
     """The least finite logit that is probable enough."""
     stays = mass_of(logits, best) >= min_p[:, None]
-    return _least(jnp.where(stays, logits, -jnp.inf))
+    return min_over(_least(jnp.where(stays, logits, -jnp.inf)), axis)
 
 
 def _search_best_blocks(
     search: Search,
     blocks: Float[Array, "rows blocks places"],
+    best: Float[Array, " rows"],
     best_of_block: Float[Array, "rows blocks"],
     whole: Float[Array, " rows"],
     top_p: Float[Array, " rows"],
+    axis: str | None,
 ) -> Search:
     """Settle the rows for which the blocks with the best first token hold all that is kept."""
     tops, ids = lax.top_k(best_of_block, _NUM_BLOCKS + 1)
     chosen = jnp.take_along_axis(blocks, ids[:, :_NUM_BLOCKS, None], axis=1)
     chosen = chosen.reshape(blocks.shape[0], -1)
-    best, left_out, low = tops[:, 0], tops[:, _NUM_BLOCKS], value_of(search.low)
+    left_out, low = max_over(tops[:, _NUM_BLOCKS], axis), value_of(search.low)
     # all logits over the best of the blocks left out are among the chosen, so these stand for all
     stands = (chosen > left_out[:, None]) & (chosen >= low[:, None])
     chosen = jnp.where(stands, chosen, -jnp.inf)
-    count = jnp.sum(stands, axis=1, dtype=jnp.float32)
-    mass = jnp.sum(jnp.where(stands, mass_of(chosen, best), 0), axis=1)
+    count = sum_over(jnp.sum(stands, axis=1, dtype=jnp.float32), axis)
+    mass = sum_over(jnp.sum(jnp.where(stands, mass_of(chosen, best), 0), axis=1), axis)
     does = jnp.where(search.by_mass, mass >= top_p * whole, count >= search.wanted)
     does = search.is_done | does | (left_out < low)
 
     here = search._replace(
-        low=jnp.where(search.is_done, search.low, key_of(_least(chosen))),
+        low=jnp.where(search.is_done, search.low, key_of(min_over(_least(chosen), axis))),
         rest=jnp.where(search.by_mass, jnp.maximum(whole - mass, 0), 0),
         is_done=search.is_done | ~does,
     )
     tries = _CPU_TRIES if jax.default_backend() == "cpu" else _GPU_TRIES_IN_CACHE
-    found = find_highest(here, chosen, best, top_p, tries, keep_mass=True)
+    found = find_highest(here, chosen, best, top_p, tries, axis, keep_mass=True)
     return search._replace(low=jnp.where(does, found, search.low), is_done=does)
 
 

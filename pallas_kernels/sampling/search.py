@@ -38,18 +38,21 @@ def find_highest(
     best: Float[Array, " rows"],
     top_p: Float[Array, " rows"],
     tries: Tries,
+    axis: str | None,
     *,
     keep_mass: bool,
 ) -> Int32[Array, " rows"]:
     """The key of the highest threshold that keeps enough.
 
-    With `keep_mass` the mass of each token is computed once, which costs memory, and not each pass.
+    `axis` is the mesh axis over which the logits are split, if they are; all of its devices find
+    the same. With `keep_mass` the mass of each token is computed once, which costs memory, and not
+    each pass.
     """
     kept_mass = mass_of(logits, best) if keep_mass else None
 
     def narrow(search: Search) -> Search:
         mass = mass_of(logits, best) if kept_mass is None else kept_mass
-        narrower = _narrow(search, logits, mass, top_p, tries)
+        narrower = _narrow(search, logits, mass, top_p, tries, axis)
         one_is_left = ~search.by_mass & (narrower.low_amount - narrower.over_amount <= 1)
         is_settled = (narrower.low >= narrower.high) | one_is_left
         goes_on = is_settled & ~search.by_mass & (top_p < 1)  # from counting to summing
@@ -71,6 +74,7 @@ def _narrow(
     mass: Float[Array, "rows places"],
     top_p: Float[Array, " rows"],
     tries: Tries,
+    axis: str | None,
 ) -> Search:
     """Try some thresholds between `low` and `high` in one pass."""
     low, high = value_of(search.low), value_of(search.high)
@@ -82,6 +86,10 @@ def _narrow(
         jnp.where(logits >= low[:, None], logits, jnp.inf),
         jnp.where(logits <= high[:, None], logits, -jnp.inf),
     )
+    if axis is not None:
+        *amounts, low_amount = lax.psum(jnp.stack([*amounts, low_amount]), axis)
+        lowest, highest = lax.pmax(jnp.stack([-lowest, highest]), axis)
+        lowest = -lowest
     wanted = jnp.where(search.is_fresh, top_p * (low_amount + search.rest), search.wanted)
     low_key = jnp.maximum(search.low, key_of(lowest))
     high_key = jnp.minimum(search.high, key_of(highest))

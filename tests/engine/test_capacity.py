@@ -9,7 +9,7 @@ import pytest
 from jaxpaged.config.architecture import LayerKind, ModelConfig, RopeConfig
 from jaxpaged.config.flags import ArgumentParser, add_engine_flags, config_from_args
 from jaxpaged.engine.advice import plan_or_refuse, ran_out
-from jaxpaged.engine.capacity import plan_memory, share_of, tree_bytes
+from jaxpaged.engine.capacity import plan_memory, tree_bytes
 from jaxpaged.engine.memory import GIB, DeviceMemory, named_device
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import paged_attention
@@ -146,10 +146,13 @@ def test_running_out_all_the_same_names_smaller_sizes():
 
 
 def test_a_device_of_several_has_its_share_of_every_width():
-    half = share_of(LLAMA3_8B, 2)
-    assert plan(model=half, weights=WEIGHTS // 2).page * 2 == plan().page
+    one = plan()
+    two, sixteen, staged = (plan(*flags.split()) for flags in ("-tp 2", "-tp 16", "-tp 2 -pp 4"))
+    assert (two.page * 2, two.slots * 2) == (one.page, one.slots)
+    assert sixteen.page * 8 == one.page  # of 8 KV heads, each on two devices
+    assert staged.page * 8 == one.page
     with pytest.raises(ConfigError, match="3, which does not divide the model's heads of 32"):
-        share_of(LLAMA3_8B, 3)
+        plan("-tp", "3")
 
 
 @pytest.mark.parametrize(
