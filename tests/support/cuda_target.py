@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import tuning
 
 KERNEL = "custom_call @mosaic_gpu_v2"
-_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def hopper_target() -> Iterator[None]:
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(tuning, "hopper_available", return_value=True),
-        use_abstract_mesh(AbstractMesh((), (), abstract_device=_H200)),
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)),
     ):
         yield
 
