@@ -57,8 +57,10 @@ def devices_elsewhere(count: int) -> list[Any]:
     plugin = next(filter(None, map(_plugin, PLUGINS)), None)
     if plugin is None:
         sys.exit("JAX's CUDA plugin is not installed: see this file's beginning")
-    xla_client.load_pjrt_plugin_dynamically("cuda", str(plugin))
-    xla_client.initialize_pjrt_plugin("cuda")
+    if not xla_client.pjrt_plugin_loaded("cuda"):
+        xla_client.load_pjrt_plugin_dynamically("cuda", str(plugin))
+    if not xla_client.pjrt_plugin_initialized("cuda"):
+        xla_client.initialize_pjrt_plugin("cuda")
     topology = xla_client._xla.get_default_c_api_topology(
         "cuda", "", {"topology": f"1x1x{count}", "target_config": H200}
     )
