@@ -111,8 +111,8 @@ def main() -> None:
         dtype=jnp.bfloat16,
         mesh=placement.stages[0],
     )
-    for kind, tokens in (("decode", args.rows), ("mixed", args.tokens)):
-        bucket = Bucket(kind, "full", tokens, args.rows)
+    decode = Bucket("decode", "full", args.rows, args.rows)
+    for bucket in (decode, Bucket("mixed", "full", args.tokens, args.rows)):
         for program in (source.forward(bucket), source.sample(bucket)):
             start = time.monotonic()
             done = compiled(program)
