@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from jaxlib import xla_client
 
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.engine.programs import Program, ProgramSource
+from jaxpaged.engine.program_source import Program, ProgramSource
 from jaxpaged.sharding import TENSOR, Placement, laid_out
 from jaxpaged.weights.loader import open_model
 from pallas_kernels import tuning

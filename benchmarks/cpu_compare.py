@@ -41,7 +41,7 @@ def serve_ours(model: str) -> None:
         llm.reset_prefix_cache()
         jobs = [(None, llm.parts.inputs.request(ids, params)) for ids in prompt(batch)]
         times: list[float] = []
-        engine.on_step = lambda plan: times.append(
+        engine.steps.on_step = lambda plan: times.append(
             time.perf_counter() if plan.is_decode_only else 0.0
         )
         for _ in llm.run(jobs, max_inflight=batch):

@@ -78,12 +78,12 @@ def measure_idle(llm: LLM, rows: int, context: int, num_steps: int) -> dict[str,
         (None, llm.parts.inputs.request(prompt, params)) for prompt in ids.tolist()
     ]
     llm.reset_prefix_cache()
-    llm.parts.engine.on_step = watch
+    llm.parts.engine.steps.on_step = watch
     try:
         for _ in llm.run(jobs, max_inflight=rows):
             pass
     finally:
-        llm.parts.engine.on_step = None
+        llm.parts.engine.steps.on_step = None
     return idle_line(watch.runs, watch.step_s, num_steps)
 
 

@@ -109,8 +109,8 @@ def run_once(llm: LLM, items: list[WorkItem]) -> Run:
         lengths[request.request_id] = item.output_len
     llm.reset_prefix_cache()
     plans: list[StepPlan] = []
-    engine.on_step = plans.append
-    padded, first, start = engine.num_padded_tokens, 0.0, time.monotonic()
+    engine.steps.on_step = plans.append
+    padded, first, start = engine.steps.num_padded_tokens, 0.0, time.monotonic()
     for output in llm.run(jobs, max_inflight=len(jobs)):
         made, asked = len(output.outputs[0].token_ids), lengths[output.request_id]
         if made != asked:
@@ -118,9 +118,9 @@ def run_once(llm: LLM, items: list[WorkItem]) -> Run:
         if output.metrics is not None and output.metrics.first_token_time is not None:
             first = output.metrics.first_token_time - start
     seconds = time.monotonic() - start
-    engine.on_step = None
+    engine.steps.on_step = None
     costs = [step_cost(plan) for plan in plans]  # not while the clock runs
-    return Run(seconds, first, costs, engine.num_padded_tokens - padded)
+    return Run(seconds, first, costs, engine.steps.num_padded_tokens - padded)
 
 
 def _line(name: str, items: list[WorkItem], runs: list[Run]) -> dict[str, Any]:

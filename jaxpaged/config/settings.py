@@ -161,6 +161,11 @@ class SchedulerSettings:
     scheduler_reserve_full_isl: bool = setting(True, "admit a prompt only when all of it fits")
     enable_chunked_prefill: bool = setting(True, "let a prompt take several steps")
     async_scheduling: bool = setting(True, "plan the next step while one runs")
+    num_scheduler_steps: int | None = setting(
+        None,
+        "decode steps that one program takes while nobody waits (default: 4 or 2 for a model so "
+        "small that a GPU waits for its host, otherwise 1)",
+    )
     speculative_config: dict[str, Any] = setting(
         {}, 'guess tokens and check them, JSON: {"method": "ngram", "num_speculative_tokens": 5}'
     )
@@ -179,6 +184,13 @@ class SchedulerSettings:
         ):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), 1, 2**24)
+        if self.num_scheduler_steps is not None:
+            _check("num_scheduler_steps", self.num_scheduler_steps, 1, 64)
+            if self.num_scheduler_steps > 1 and self.speculative_config:
+                raise ConfigError(
+                    f"num_scheduler_steps is {self.num_scheduler_steps} beside a "
+                    "speculative_config, whose guesses need every step's tokens: leave one out"
+                )
         _check("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 2**24)
         if self.priority_mode == "FAST_FIRST" and self.scheduling_policy not in ("fcfs", "sjf"):
             raise ConfigError(

@@ -76,6 +76,10 @@ class Bucket:
         """Names the program that computes the logits: buckets that share it differ in sampler."""
         return f"forward {self.kind} {self.num_tokens} {self.num_seqs} {self.num_logits}"
 
+    def chain_name(self, num_steps: int) -> str:
+        """Names the program that takes several whole steps of this size."""
+        return f"chain {num_steps} {self.sampler} {self.kind} {self.num_tokens} {self.num_seqs}"
+
     @property
     def sample_name(self) -> str:
         """Names the program that samples from the logits."""

@@ -5,6 +5,7 @@ and unsigned words travel as their bits.
 """
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,24 @@ class PackedLayout:
     def sample_size(self) -> int:
         """Words of the sampling program's buffer."""
         return _end(self.sample)
+
+    @property
+    def sample_start(self) -> int:
+        """Where the sampling program's words begin in a buffer that holds both."""
+        return -(-self.forward_size // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def chained_size(self) -> int:
+        """Words of a buffer that holds both."""
+        return self.sample_start + -(-self.sample_size // ALIGNMENT) * ALIGNMENT
+
+    def chained(self, batches: Seq["HostBatch"]) -> np.ndarray:
+        """Several steps' words, i32[steps, chained_size]."""
+        words = np.zeros((len(batches), self.chained_size), np.int32)
+        for row, batch in zip(words, batches, strict=True):
+            row[: self.forward_size] = batch.forward
+            row[self.sample_start : self.sample_start + self.sample_size] = batch.sample
+        return words
 
     def new_batch(self) -> tuple["HostBatch", dict[str, np.ndarray]]:
         """A batch of zeros, and writable views into it by field name; a bool shows as int32."""

@@ -107,6 +107,11 @@ class StepPlan:
         return self.num_tokens == self.num_rows
 
     @property
+    def changes_before(self) -> bool:
+        """Whether something on the device must be changed before the step starts."""
+        return bool(self.slot_resets or self.page_copies or self.page_moves)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         c = self.columns
         return any(

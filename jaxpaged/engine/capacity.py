@@ -50,6 +50,7 @@ class MemoryPlan:
     margin: int
     page: int
     num_pages: int  # the null page included
+    num_scheduler_steps: int
     least_pages: int  # fewer cannot serve what was asked for
 
     @property
@@ -234,6 +235,7 @@ def _plan(
         margin=MARGIN_BYTES + max(0, trials - workspace),
         page=page,
         num_pages=most_useful,
+        num_scheduler_steps=_num_scheduler_steps(config, weights, device),
         least_pages=1 + full if is_fixed else min(LEAST_PAGES, most_useful),
     )
     if cache.num_gpu_blocks_override is not None:
@@ -251,6 +253,16 @@ def _plan(
     if is_fixed or plan.pool_tokens >= model.max_len or not plan.fits:
         return plan
     return dataclasses.replace(plan, model=dataclasses.replace(model, max_len=plan.pool_tokens))
+
+
+def _num_scheduler_steps(config: EngineConfig, weights: int, device: DeviceMemory) -> int:
+    """Decode steps a dispatch, which takes the host 1.5 to 2.3 ms; a GPU reads 4 GiB in 1 ms."""
+    sched = config.scheduler
+    if sched.num_scheduler_steps is not None:
+        return sched.num_scheduler_steps
+    if device.is_cpu or sched.speculation is not None or weights > 6 * GIB:
+        return 1
+    return 2 if weights > 2 * GIB else 4
 
 
 def _check_sizes(

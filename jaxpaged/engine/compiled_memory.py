@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxpaged.core.buckets import Bucket, SamplerKind
 from jaxpaged.engine.capacity import MemoryPlan
-from jaxpaged.engine.programs import ProgramSource
+from jaxpaged.engine.program_source import ProgramSource
 from jaxpaged.weights.loader import ModelFiles
 
 LOGIT_BYTES = 4

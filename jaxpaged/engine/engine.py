@@ -5,16 +5,12 @@ are read when the one after it has been started. Where a row follows a grammar, 
 pass has: its mask depends on the tokens that are read meanwhile.
 """
 
-import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
-from jaxpaged.core.packing import HostBatch
 from jaxpaged.core.plan import PlannedRow, StepPlan
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.core.scheduler import Scheduler
@@ -22,7 +18,8 @@ from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.engine.explain import Explanations
 from jaxpaged.engine.grammar_rows import GrammarRows
 from jaxpaged.engine.picture import EnginePicture, take_picture
-from jaxpaged.engine.runner import PendingStep, Runner, StepResult
+from jaxpaged.engine.pipeline import StepPipeline
+from jaxpaged.engine.runner import Runner, StepResult
 from jaxpaged.engine.stream import Stream
 from jaxpaged.engine.verification import verify
 from jaxpaged.metrics import EngineLoad, EngineMetrics
@@ -31,17 +28,11 @@ from jaxpaged.text.tokenizer import Tokenizer
 NOT_FINITE = "the model's logits were not finite for this request"
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    plan: StepPlan
-    pending: PendingStep
-
-
 class Engine:
     """Turns requests into token events, one step at a time.
 
     Args:
-        max_in_flight: steps dispatched before the oldest is read; 2 overlaps host and device.
+        max_in_flight, num_scheduler_steps: see `StepPipeline`.
     """
 
     def __init__(
@@ -53,23 +44,31 @@ class Engine:
         tokenizer: Tokenizer,
         metrics: EngineMetrics,
         max_in_flight: int,
+        num_scheduler_steps: int = 1,
     ):
-        self.runner, self.scheduler, self.metrics = runner, scheduler, metrics
-        self._builder, self._ladder, self._tokenizer = builder, ladder, tokenizer
-        self._max_in_flight = max_in_flight
-        self._in_flight: deque[_InFlight] = deque()
+        self.scheduler, self.metrics = scheduler, metrics
+        self._builder, self._tokenizer = builder, tokenizer
+        self.steps = StepPipeline(
+            runner, scheduler, builder, ladder, metrics, max_in_flight, num_scheduler_steps
+        )
         self._streams: dict[int, Stream] = {}
         self._grammar_rows = GrammarRows()
         self._requests: dict[str, list[Stream]] = {}
         self._next_seq_id = 0
         self._explanations = Explanations(scheduler)
-        self.last_step_time = time.monotonic()  # when a step was last read
-        self.num_padded_tokens = 0  # since start
-        self.on_step: Callable[[StepPlan], None] | None = None  # told of every step that starts
+
+    @property
+    def runner(self) -> Runner:
+        return self.steps.runner
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self.steps)
+
+    @property
+    def last_step_time(self) -> float:
+        """When a step was last read, in seconds of the monotonic clock."""
+        return self.steps.last_step_time
 
     def add(self, request: Request) -> None:
         """Queue a request: one sequence for each of its n answers.
@@ -135,48 +134,36 @@ class Engine:
         if plan and self._grammar_rows.is_in(plan):
             return self._step_with_grammars(plan)
         if plan:
-            batch = self._build(plan)
-            self._in_flight.append(_InFlight(plan, self.runner.dispatch(batch)))
-        if self._in_flight and (not plan or len(self._in_flight) >= self._max_in_flight):
-            return self._commit(self._in_flight.popleft())
-        return []
+            self.steps.start(plan)
+        elif self.steps:
+            return self._read_oldest()
+        events: list[TokenEvent] = []
+        while self.steps.is_full:
+            events += self._read_oldest()
+        return events
 
     def _step_with_grammars(self, plan: StepPlan) -> list[TokenEvent]:
         """Read the tokens before, and make the masks that they lead to, during the forward pass."""
-        batch = self._build(plan)
-        logits = self.runner.dispatch_forward(batch)
+        batch, logits = self.steps.start_forward(plan)
         events: list[TokenEvent] = []
-        while self._in_flight:
-            events += self._commit(self._in_flight.popleft())
+        while self.steps:
+            events += self._read_oldest()
         self._grammar_rows.fill(plan, self._builder.mask_of(batch))
-        step = _InFlight(plan, self.runner.dispatch_sample(logits, batch))
-        if self._max_in_flight > 1:
-            self._in_flight.append(step)
-            return events
-        return events + self._commit(step)
+        self.steps.start_sampling(plan, batch, logits)
+        return events + self._read_oldest() if self.steps.is_full else events
 
-    def _build(self, plan: StepPlan) -> HostBatch:
-        for slot, token_ids, num_prompt_tokens in plan.slot_resets:
-            self.runner.set_history(slot, token_ids, num_prompt_tokens)
-        if plan.page_moves:
-            self.runner.move_pages(plan.page_moves)
-        if plan.page_copies:
-            self.runner.copy_pages(plan.page_copies)
-        bucket = self._ladder.choose(plan)
-        batch = self._builder.build(plan, bucket)
-        self.num_padded_tokens += bucket.num_tokens - plan.num_tokens
-        if self.on_step is not None:
-            self.on_step(plan)
-        self.metrics.step_started(plan.num_tokens)
-        return batch
+    def _read_oldest(self) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        for plan, result, ended in self.steps.read_oldest():
+            events += self._commit(plan, result, ended)
+        return events
 
-    def _commit(self, step: _InFlight) -> list[TokenEvent]:
-        result, verified = self.runner.read(step.pending), None
-        if step.plan.drafts:
-            result, verified = verify(step.plan, result)
+    def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        verified = None
+        if plan.drafts:
+            result, verified = verify(plan, result)
             self.metrics.drafted(list(verified.token_ids.values()), verified.num_guessed)
-        now = time.monotonic()
-        rows = step.plan.rows
+        rows = plan.rows
         live = [
             (i, row, len(row.seq.token_ids))
             for i, row in enumerate(rows)
@@ -186,8 +173,8 @@ class Engine:
         token_ids = result.token_ids.tolist()
         sampled = [token_ids[i] if row.samples else None for i, row in enumerate(rows)]
         if verified is not None:
-            sampled = verified.sampled(step.plan, result)
-        self.scheduler.commit(step.plan, sampled)
+            sampled = verified.sampled(plan, result)
+        self.scheduler.commit(plan, sampled)
         offsets = _token_offsets(rows)
         gaps: Counter[float | None] = Counter()
         for i, row, num_before in live:
@@ -207,7 +194,6 @@ class Engine:
         for seconds, count in gaps.items():
             assert seconds is not None
             self.metrics.token_gaps(seconds, count)
-        self.last_step_time = now
         self.metrics.step_ended(sum(len(event.token_ids) for event in events), self._load())
         return events
 

@@ -35,7 +35,7 @@ SOURCES = (
     "core/packing.py",
     "core/params.py",  # sizes of packed fields
     "core/pooling.py",
-    "engine/programs.py",
+    "engine/program_source.py",
     "engine/page_moves.py",
     "engine/pooling/programs.py",
     "engine/step.py",

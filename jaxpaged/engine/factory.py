@@ -124,6 +124,7 @@ def build_engine(
         tokenizer,
         metrics,
         max_in_flight=2 if config.scheduler.async_scheduling else 1,
+        num_scheduler_steps=plan.num_scheduler_steps,
     )
     inputs = InputProcessor(
         tokenizer,
@@ -252,6 +253,7 @@ def settled(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
         config.scheduler,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
+        num_scheduler_steps=plan.num_scheduler_steps,
     )
     return dataclasses.replace(config, scheduler=scheduler)
 

@@ -11,7 +11,7 @@ import jax
 from jaxpaged.config.settings import GROUPS, EngineConfig
 from jaxpaged.engine.factory import ladder_of, model_dtype, open_files
 from jaxpaged.engine.lowering import FAILED, export_program
-from jaxpaged.engine.programs import ProgramSource
+from jaxpaged.engine.program_source import ProgramSource
 
 
 def main() -> None:
@@ -46,6 +46,7 @@ def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
         dtype=dtype,
         swaps=config.cache.swap_space > 0,
         logprobs_mode=config.model.logprobs_mode,
+        num_scheduler_steps=config.scheduler.num_scheduler_steps or 1,
     )
 
 

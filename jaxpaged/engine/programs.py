@@ -1,198 +1,23 @@
 """The compiled programs of one model and one page pool: from disk, or lowered and compiled."""
 
-import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
-from jaxpaged.arrays import DeviceState, Params
-from jaxpaged.config.architecture import ModelConfig
-from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.core.host_tier import MOVE_WIDTHS
-from jaxpaged.core.packing import PackedLayout
-from jaxpaged.engine.executables import ExecutableStore, programs_identity
+from jaxpaged.engine.executables import ExecutableStore
 from jaxpaged.engine.lowering import LoweringProcesses, lower_exported
-from jaxpaged.engine.page_moves import (
-    COPY_WIDTHS,
-    copy_pages,
-    fetch_pages,
-    page_rows,
-    store_pages,
-)
-from jaxpaged.engine.step import SamplerState, make_forward, make_sample, reset_counts
-from jaxpaged.layers.sampling import LogitsProcessor
-from jaxpaged.models.decoder import device_state_shapes, empty_like
-from jaxpaged.sharding import spec_of
+from jaxpaged.engine.program_source import Program, ProgramSource
 
 log = logging.getLogger(__name__)
 
-RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
-FEW_TOKENS = 32  # up to here XLA's own Triton products read weights faster than cuBLAS does
-WHOLE, LOGITS = PartitionSpec(), spec_of((None, "vocab"))
 FEWEST_FOR_PROCESSES = 12  # programs to lower; for fewer, processes take longer to start
-
-
-@dataclass(frozen=True)
-class Program:
-    """A function before it is compiled. `donated` is the argument whose memory it may reuse."""
-
-    name: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # shapes
-    result: Any  # how the tree that it returns is split, a PartitionSpec a leaf
-    donated: int | tuple[()]
-    options: dict[str, Any]  # of XLA
-    mesh: Mesh | None
-
-    def lower(self) -> Any:
-        return self.jitted().lower(*self.arguments)
-
-    def jitted(self) -> Any:
-        """On a mesh, the function sees one device's share of everything."""
-        function = self.function
-        if self.mesh is not None:
-            specs = jax.tree.map(_spec, self.arguments)
-            # that results agree on all devices is the function's affair, and tests'
-            function = jax.shard_map(
-                function, mesh=self.mesh, in_specs=specs, out_specs=self.result, check_vma=False
-            )
-        return jax.jit(function, donate_argnums=self.donated)
-
-    def compile(self, lowered: Any = None) -> Any:
-        """Compile it, from what another process lowered if that is given."""
-        lowered = self.lower() if lowered is None else lowered
-        return lowered.compile(compiler_options=self.options or None)
-
-
-class ProgramSource:
-    """Says what each program computes, on which shapes.
-
-    Args:
-        params: arrays, or their shapes.
-        model: `max_len` is the longest sequence.
-        num_pages: of the pool, the null page included.
-        dtype: of the KV.
-        swaps: pages may go to host memory.
-        logprobs_mode: what is told where logprobs are wanted.
-        mesh: the devices that share each layer, for which `params` and `model` are laid out.
-    """
-
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef,
-        params: Params,
-        model: ModelConfig,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_num_seqs: int,
-        dtype: DTypeLike,
-        processors: tuple[LogitsProcessor, ...] = (),
-        swaps: bool = False,
-        logprobs_mode: LogprobsMode = "raw_logprobs",
-        mesh: Mesh | None = None,
-    ):
-        self._graphdef, self._processors, self.mesh = graphdef, processors, mesh
-        self._logprobs_mode: LogprobsMode = logprobs_mode
-        self._layout_of = partial(
-            PackedLayout, pages_per_seq=-(-model.max_len // page_size), vocab=model.vocab
-        )
-        self._params = _shapes(params)
-        self._state = device_state_shapes(model, num_pages, page_size, max_num_seqs, dtype, mesh)
-        self._page_programs = [("copy", width) for width in COPY_WIDTHS]
-        if swaps:
-            self._page_programs += itertools.product(("fetch", "store"), MOVE_WIDTHS)
-        self.reset_lengths = [*(n for n in RESET_LENGTHS if n < model.max_len), model.max_len]
-        self._model = model
-
-    def identity(self) -> str:
-        """All that the programs depend on besides their names."""
-        split = jax.tree.leaves(jax.tree.map(_spec, (self._params, self._state)))
-        devices = self.mesh and [device.id for device in self.mesh.devices.flat]
-        return programs_identity(
-            (self._model, self._logprobs_mode, devices, split), self._params, self._state
-        )
-
-    def make_state(self) -> DeviceState:
-        """An empty page pool and the slots of sequences."""
-        return empty_like(self._state)
-
-    def forward(self, bucket: Bucket) -> Program:
-        layout = self._layout_of(bucket)
-        function = make_forward(self._graphdef, layout)
-        arguments = (self._params, self._state, self._int32(layout.forward_size))
-        on_gpu = jax.default_backend() == "gpu"
-        options = {"xla_gpu_enable_triton_gemm": bucket.num_tokens <= FEW_TOKENS} if on_gpu else {}
-        result = (self._state, LOGITS, WHOLE)
-        return self._program(bucket.forward_name, function, arguments, result, 1, options)
-
-    def sample(self, bucket: Bucket) -> Program:
-        layout = self._layout_of(bucket)
-        counts = self._state.output_counts
-        state = SamplerState(self._state.last_token_ids, self._state.output_counts)
-        shape = (bucket.num_logits, counts.shape[1])
-        logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=counts.sharding)
-        arguments = (state, logits, self._int32(layout.sample_size))
-        function = make_sample(layout, self._processors, self._logprobs_mode)
-        return self._program(bucket.sample_name, function, arguments, (state, WHOLE), 0)
-
-    def reset(self, length: int) -> Program:
-        counts, int32 = self._state.output_counts, self._int32
-        arguments = (counts, int32(), int32(length), int32(), int32())
-        return self._program(f"reset {length}", reset_counts, arguments, counts, 0)
-
-    def page(self, kind: str, width: int) -> Program:
-        """What moves `width` pages: copy, fetch or store."""
-        pool, page_ids, name = self._state.kv_pages, self._int32(width), f"{kind} {width}"
-        rows = page_rows(pool, width)
-        if kind == "copy":
-            return self._program(name, copy_pages, (pool, self._int32(2, width)), pool, 0)
-        if kind == "fetch":
-            return self._program(name, fetch_pages, (pool, page_ids), rows, ())
-        return self._program(name, store_pages, (pool, rows, page_ids), pool, 0)
-
-    def all_programs(self, buckets: Iterable[Bucket]) -> dict[str, Callable[[], Program]]:
-        """What makes each program that these buckets need, by name; large ones first."""
-        programs: dict[str, Callable[[], Program]] = {}
-        for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
-            programs[bucket.forward_name] = partial(self.forward, bucket)
-            if bucket.needs_sampling:
-                programs[bucket.sample_name] = partial(self.sample, bucket)
-        for length in self.reset_lengths:
-            programs[f"reset {length}"] = partial(self.reset, length)
-        for kind, width in self._page_programs:
-            programs[f"{kind} {width}"] = partial(self.page, kind, width)
-        return programs
-
-    def _program(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        result: Any,
-        donated: int | tuple[()],
-        options: dict[str, Any] | None = None,
-    ) -> Program:
-        """`result` has arrays that it is split like, or specs."""
-        split = jax.tree.map(_spec, result)
-        return Program(name, function, arguments, split, donated, options or {}, self.mesh)
-
-    def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
-        sharding = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
 class Programs:
@@ -220,6 +45,10 @@ class Programs:
 
     def sample(self, bucket: Bucket) -> Any:
         return self._finished.get(bucket.sample_name) or self._get(self.source.sample(bucket))
+
+    def chain(self, bucket: Bucket, num_steps: int) -> Any:
+        name = bucket.chain_name(num_steps)
+        return self._finished.get(name) or self._get(self.source.chain(bucket, num_steps))
 
     def reset(self, length: int) -> Any:
         """The program for a history of `length` tokens or fewer, and its padded length."""
@@ -300,18 +129,3 @@ class Programs:
 
 def _num_threads() -> int:
     return min(16, len(os.sched_getaffinity(0)))
-
-
-def _shapes(tree: Any) -> Any:
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
-
-    return jax.tree.map(shape, tree)
-
-
-def _spec(x: Any) -> PartitionSpec:
-    """How an array or its shape is split, or what already says so."""
-    if isinstance(x, PartitionSpec):
-        return x
-    sharding = getattr(x, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE

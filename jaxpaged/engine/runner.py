@@ -49,10 +49,11 @@ class PendingLogits:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the device is computing, or has computed."""
+    """A step that the device is computing, or has computed; `place` among several in `words`."""
 
     bucket: Bucket
     words: jax.Array
+    place: int | None = None
 
 
 class Runner:
@@ -92,6 +93,16 @@ class Runner:
         pending.words.copy_to_host_async()
         return PendingStep(batch.bucket, pending.words)
 
+    def dispatch_chain(self, batches: Sequence[HostBatch]) -> list[PendingStep]:
+        """Start several steps, all of one bucket, in one program."""
+        bucket = batches[0].bucket
+        packed = jax.device_put(self._programs.source.layout(bucket).chained(batches))
+        self._state, words = self._programs.chain(bucket, len(batches))(
+            self.params, self._state, packed
+        )
+        words.copy_to_host_async()
+        return [PendingStep(bucket, words, place) for place in range(len(batches))]
+
     def dispatch_forward(self, batch: HostBatch) -> PendingLogits:
         """Start the first half of a step. `dispatch_sample` must come before the next forward."""
         return self._start_forward(batch.bucket, jax.device_put(batch.forward, self._everywhere))
@@ -103,6 +114,8 @@ class Runner:
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step and take its result apart."""
         words = np.asarray(pending.words)
+        if pending.place is not None:
+            words = words[pending.place]
         seqs = pending.bucket.num_samples
         head, tail = (
             words[: seqs * STEP_WORDS].reshape(seqs, STEP_WORDS),
@@ -182,9 +195,7 @@ class Runner:
     def _start_sampling(self, pending: PendingLogits, packed: jax.Array) -> PendingStep:
         state = SamplerState(self._state.last_token_ids, self._state.output_counts)
         state, words = self._programs.sample(pending.bucket)(state, pending.logits, packed)
-        self._state = replace(
-            self._state, last_token_ids=state.last_token_ids, output_counts=state.output_counts
-        )
+        self._state = state.put_into(self._state)
         words.copy_to_host_async()
         return PendingStep(pending.bucket, words)
 

@@ -12,7 +12,8 @@ from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.engine.capacity import MemoryPlan
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
-from jaxpaged.engine.programs import Programs, ProgramSource
+from jaxpaged.engine.program_source import ProgramSource
+from jaxpaged.engine.programs import Programs
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import AttentionOp
 from jaxpaged.layers.sampling import LogitsProcessor
@@ -53,6 +54,7 @@ def make_programs(
         dtype=dtype,
         processors=processors,
         swaps=config.cache.swap_space > 0,
+        num_scheduler_steps=plan.num_scheduler_steps,
         logprobs_mode=config.model.logprobs_mode,
         mesh=placement and placement.stages[0],
     )

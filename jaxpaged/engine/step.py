@@ -33,6 +33,7 @@ from jaxpaged.layers.sampling import (
 from jaxpaged.sharding import local_ids
 
 type ForwardFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array, Array]]
+type ChainFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array]]
 type SampleFunction = Callable[[SamplerState, Array, Array], tuple[SamplerState, Array]]
 
 
@@ -43,6 +44,10 @@ class SamplerState:
 
     last_token_ids: Int32[Array, " slots"]
     output_counts: Int16[Array, "slots vocab"]
+
+    def put_into(self, state: DeviceState) -> DeviceState:
+        """The whole state with this part in its place."""
+        return replace(state, last_token_ids=self.last_token_ids, output_counts=self.output_counts)
 
 
 def make_forward(graphdef: nnx.GraphDef, layout: PackedLayout) -> ForwardFunction:
@@ -93,6 +98,30 @@ def make_sample(
         return replace(state, last_token_ids=last), jnp.concatenate(words)
 
     return sample
+
+
+def make_chain(
+    forward: ForwardFunction, sample: SampleFunction | None, layout: PackedLayout
+) -> ChainFunction:
+    """Several steps in one program, each with the tokens of the one before it.
+
+    It takes what `PackedLayout.chained` made, and gives the state and each step's words, one row
+    a step. `sample` is None where the forward program samples.
+    """
+
+    def chain(params: Params, state: DeviceState, packed: Int32[Array, "steps words"]):
+        def one(state: DeviceState, words: Array) -> tuple[DeviceState, Array]:
+            state, logits, told = forward(params, state, words[: layout.forward_size])
+            if sample is None:
+                return state, told
+            start = layout.sample_start
+            small = SamplerState(state.last_token_ids, state.output_counts)
+            small, told = sample(small, logits, words[start : start + layout.sample_size])
+            return small.put_into(state), told
+
+        return jax.lax.scan(one, state, packed)
+
+    return chain
 
 
 def unpack(layout: tuple[PackedField, ...], packed: Int32[Array, " words"]) -> dict[str, Array]:

@@ -11,7 +11,7 @@ import pytest
 from jaxpaged.config.settings import ParallelSettings
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.engine.capacity import tree_bytes
-from jaxpaged.engine.programs import ProgramSource
+from jaxpaged.engine.program_source import ProgramSource
 from jaxpaged.layers.attention import paged_attention
 from jaxpaged.sharding import laid_out, make_placement
 from jaxpaged.weights.loader import abstract_model

@@ -64,10 +64,11 @@ def compare(got, want, tally: Tally) -> None:
     token_budget=st.sampled_from([4, 17, 32, 256]),
     spare_pages=st.integers(0, 6),
     max_in_flight=st.integers(1, 2),
+    num_scheduler_steps=st.sampled_from([1, 3]),
     hash_bits=st.sampled_from([256, 4]),
 )
 def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(
-    parts_r, work, token_budget, spare_pages, max_in_flight, hash_bits
+    parts_r, work, token_budget, spare_pages, max_in_flight, num_scheduler_steps, hash_bits
 ):
     prompts, params = [job[0] for job in work], [job[1] for job in work]
     longest = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
@@ -77,6 +78,7 @@ def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(
         num_pages=min(num_pages, MOST_PAGES),
         token_budget=token_budget,
         max_in_flight=max_in_flight,
+        num_scheduler_steps=num_scheduler_steps,
         hash_bits=hash_bits,
     )
     tally = Tally()

@@ -95,7 +95,7 @@ def test_a_row_that_is_not_finite_fails_alone_while_its_guesses_are_checked(part
         return result
 
     params = [SamplingParams(temperature=0.0, max_tokens=40) for _ in range(2)]
-    engine.engine.runner = _Reading(runner, broken)
+    engine.engine.steps.runner = _Reading(runner, broken)
     outputs = engine.generate([LIST, LIST[5:]], params)
     reasons = sorted(output.outputs[0].finish_reason for output in outputs)
     assert seen

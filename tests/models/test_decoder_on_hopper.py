@@ -6,7 +6,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.engine.programs import ProgramSource
+from jaxpaged.engine.program_source import ProgramSource
 from jaxpaged.layers.attention import paged_attention
 from jaxpaged.models.decoder import Decoder, init_device_state
 from jaxpaged.sharding import TENSOR, Placement, laid_out

@@ -195,7 +195,7 @@ async def test_what_cannot_be_warmed_is_refused_by_its_field(ask, body, param):
 
 async def test_a_client_that_leaves_and_a_reset_leave_nothing_pinned(ask, llm, monkeypatch):
     engine = llm.parts.engine
-    monkeypatch.setattr(engine, "on_step", lambda plan: time.sleep(0.05))
+    monkeypatch.setattr(engine.steps, "on_step", lambda plan: time.sleep(0.05))
     task = asyncio.create_task(ask.warm({"prompt_token_ids": [3] * 400}, key="root"))
     await until(lambda: engine.scheduler.num_running)
     task.cancel()

@@ -62,6 +62,7 @@ class TinyEngine:
     num_pages: int = MOST_PAGES
     token_budget: int = 256
     max_in_flight: int = 2
+    num_scheduler_steps: int = 1
     hash_bits: int = 256
     reserve_full_prompt: bool = False
     enable_prefix_caching: bool = True
@@ -96,6 +97,7 @@ class TinyEngine:
             self.parts.tokenizer,
             EngineMetrics("tiny", model.max_len),
             self.max_in_flight,
+            self.num_scheduler_steps,
         )
 
     @property
@@ -120,7 +122,7 @@ class TinyEngine:
             if on_plan is not None:
                 on_plan(plan)
 
-        self.engine.on_step = watch
+        self.engine.steps.on_step = watch
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         self.scheduler.check()
         assert self.scheduler.pool.num_held == num_pinned

@@ -55,7 +55,7 @@ def scripted_llm(folder: Path, names: tuple[str, ...], rows: int = 4) -> tuple[A
     write_tokenizer(folder)
     tokenizer, device = load_tokenizer(folder), ScriptedDevice()
     engine = make_llm(rows, tokenizer, VOCAB).parts.engine
-    engine.runner, engine.on_step = device, device.on_step
+    engine.steps.runner, engine.steps.on_step = device, device.on_step
     config = EngineConfig(model=ModelSettings(model=str(folder), served_model_name=names))
     inputs = InputProcessor(tokenizer, VOCAB, MAX_LEN, 0, ())
     parts = parts_without_device(engine, inputs, config)
