@@ -195,7 +195,7 @@ def test_the_service_of_two_keys_that_wait_differs_by_no_more_than_the_bound(len
 
 def test_the_key_that_got_most_gives_way_and_waits_behind_its_own_newcomers():
     scheduler, seqs = crowd("fair", key_name=("greedy", "modest", "modest"))
-    scheduler._waiting._counters["greedy"] += 100_000
+    scheduler._waiting._live._counters["greedy"] += 100_000
     scheduler.schedule()
     assert [seq.num_preemptions for seq in seqs] == [1, 0, 0]
     newcomer = make_sequence(3, prompt(90, 3), key_name="greedy")
