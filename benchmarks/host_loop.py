@@ -40,7 +40,7 @@ class InstantDevice:
     def dispatch(self, batch: HostBatch) -> PendingStep:
         return PendingStep(batch.bucket, batch.forward)
 
-    def copy_pages(self, copies: object) -> None:
+    def copy_pages(self, plan: object) -> None:
         """There are no pages to copy."""
 
     def read(self, pending: PendingStep) -> StepResult:

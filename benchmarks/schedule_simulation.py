@@ -6,8 +6,8 @@
 `pages` runs requests of 32 to 1,024 prompt tokens and 32 to 512 output tokens, all queued at once,
 and prints for the steps in which requests wait: tokens stored / tokens of the pages held by
 sequences, and pages held / pool; cached pages do not count. `random` runs many small workloads with
-random limits, policies, aborts, shared prefixes and forks; after each step all bookkeeping is
-checked, and in the end all must have finished and every page be free.
+random limits, policies, windows, aborts, shared prefixes and forks; after each step all bookkeeping
+is checked, and in the end all must have finished and every page be free.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.local_pages import LocalPages, most_of_decode
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.plan import StepPlan
@@ -160,7 +161,11 @@ def random_workload(seed: int) -> int:
     )
     fewest = longest // page_size + 2
     pool = PagePool(rng.randint(fewest, 3 * fewest), page_size)
-    scheduler = Scheduler(limits, pool, PrefixCache(pool, rng.choice([256, 4])))
+    window, local = rng.choice([0, 0, 5, 16]), None
+    if window:
+        fewest = most_of_decode(window, page_size) + 2
+        local = LocalPages(pool, window, rng.randint(fewest, 3 * fewest))
+    scheduler = Scheduler(limits, pool, PrefixCache(pool, rng.choice([256, 4])), local)
     simulation, seqs = Simulation(scheduler, rng), list[Sequence]()
     arrivals = sorted(rng.randrange(20) for _ in range(rng.randint(1, 10)))
     max_in_flight, step = rng.choice([1, 2, 2]), 0
@@ -176,7 +181,8 @@ def random_workload(seed: int) -> int:
         step += 1
         if step > 5000:
             raise AssertionError(f"workload {seed}: not finished after {step} steps")
-    if pool.num_held or not all(seq.state is SeqState.FINISHED for seq in seqs):
+    held = pool.num_held + (local.pool.num_held if local else 0)
+    if held or not all(seq.state is SeqState.FINISHED for seq in seqs):
         raise AssertionError(f"workload {seed}: a page is held or a sequence has not finished")
     return scheduler.num_preemptions
 

@@ -67,9 +67,9 @@ class LogitEdits:
     frequency_penalty: Float[Array, " seqs"]
     repetition_penalty: Float[Array, " seqs"]
     counts_row: Bool[Array, " seqs"]  # the sampled token enters output_counts
-    bias_ids: Int32[Array, "seqs biases"]  # unused entries name `vocab`, which is dropped
-    bias_values: Float[Array, "seqs biases"]  # added to the logit; -inf bans
-    mask: UInt32[Array, "seqs mask_words"]  # bit t % 32 of word t // 32 allows token t
+    bias_ids: Int32[Array, "seqs biases"]
+    bias_values: Float[Array, "seqs biases"]  # added to the logit; -inf bans, 0 is unused
+    banned: UInt32[Array, "seqs mask_words"]  # bit t % 32 of word t // 32 bans token t
     processors: Int32[Array, " seqs"]  # bit i switches the i-th logits processor on
 
 

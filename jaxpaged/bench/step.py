@@ -52,7 +52,9 @@ def run(args: argparse.Namespace, report: Report) -> None:
     report.phases(parts.phases_s)
     runner, model = parts.engine.runner, parts.model
     page_size = parts.config.cache.page_size
-    num_pages = runner.state.kv_pages[0].k.shape[0]
+    pools = parts.plan.pools
+    num_pages = pools.num_pages if pools.num_full_layers else pools.num_local_pages
+    num_local = pools.num_local_pages if pools.has_both else 0
     ceilings = CEILINGS.get(jax.devices()[0].device_kind)
     for case in args.cases.split(","):
         rows, context = (int(part) for part in case.split("x"))
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
             page_size=page_size,
             num_pages=num_pages,
             context=context,
+            num_local_pages=num_local,
         )
         seconds, host_s = _timed(runner, batch, args.steps)
         line = {"rows": rows, "context": context, "sampler": args.sampler}
@@ -104,7 +107,14 @@ def _profiled(runner: Runner, batch: HostBatch) -> dict[str, tuple[int, float]]:
 
 
 def decode_batch(
-    bucket: Bucket, pages_per_seq: int, vocab: int, *, page_size: int, num_pages: int, context: int
+    bucket: Bucket,
+    pages_per_seq: int,
+    vocab: int,
+    *,
+    page_size: int,
+    num_pages: int,
+    context: int,
+    num_local_pages: int = 0,
 ) -> HostBatch:
     """A decode step of `bucket.num_seqs` rows of equal context over shuffled pages.
 
@@ -117,13 +127,17 @@ def decode_batch(
             f"{rows} rows of {context} tokens need {rows * pages} pages, the pool has "
             f"{num_pages - 1} and a row at most {pages_per_seq}: choose a smaller case"
         )
-    batch, views = PackedLayout(bucket, pages_per_seq, vocab).new_batch()
+    batch, views = PackedLayout(bucket, pages_per_seq, vocab, num_local_pages > 0).new_batch()
     random = np.random.RandomState(0)
     table = 1 + random.permutation(num_pages - 1)[: rows * pages].reshape(rows, pages)
     views["token_ids"][:] = random.randint(0, vocab, rows)
     views["positions"][:] = context - 1
     views["page_table"][:, :pages] = table
     views["slot_mapping"][:] = table[:, -1] * page_size + (context - 1) % page_size
+    if num_local_pages:  # any will do: what is read costs the same
+        local = 1 + table % (num_local_pages - 1)
+        views["local_page_table"][:, :pages] = local
+        views["local_slot_mapping"][:] = local[:, -1] * page_size + (context - 1) % page_size
     views["kv_lens"][:] = context
     views["cu_q_lens"][:] = np.arange(rows + 1)
     for name in ("seq_slots", "sample_slots", "logit_rows"):
@@ -135,6 +149,4 @@ def decode_batch(
         views["min_p"][:] = random.choice([0.0, 0.05], rows)
     if bucket.sampler == "full":
         views["repetition_penalty"][:] = 1.1
-        views["bias_ids"][:] = vocab
-        views["mask"][:] = np.uint32(2**32 - 1)
     return batch

@@ -67,6 +67,18 @@ class ModelConfig:
     attention_sinks: bool = False
 
     @property
+    def local_window(self) -> int | None:
+        """What layers with a window see at most; None where that is no less than the context."""
+        widest = max((kind.window or 0 for kind in self.layer_kinds), default=0)
+        return widest if 0 < widest < self.max_len else None
+
+    @property
+    def num_local_layers(self) -> int:
+        """Layers whose pages go back when the window has passed them."""
+        is_local = self.local_window is not None
+        return sum(kind.window is not None for kind in self.layer_kinds) if is_local else 0
+
+    @property
     def num_layers(self) -> int:
         return len(self.layer_kinds)
 

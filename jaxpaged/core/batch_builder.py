@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.logit_edits import RowEdits, row_edits
 from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.core.plan import RowColumns, StepPlan
@@ -16,7 +17,6 @@ type Views = dict[str, np.ndarray]
 
 LEAST_TEMPERATURE = 1e-5  # below this the logits would overflow: greedy
 _WORD = 2**32 - 1
-_ALL_ALLOWED = np.uint32(_WORD)
 
 
 class BatchBuilder:
@@ -28,6 +28,8 @@ class BatchBuilder:
 
     Args:
         processors: logits processors by name, each with its bit's place.
+        local: local pages of layers with a window; None where these have none.
+        has_local_table: other layers see all, so that there are two page tables.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class BatchBuilder:
         max_num_seqs: int,
         vocab: int,
         processors: Mapping[str, int],
+        local: LocalPages | None = None,
+        has_local_table: bool = False,
     ):
         self.pages_per_seq, self.page_size = pages_per_seq, page_size
         self.max_num_seqs, self.vocab = max_num_seqs, vocab
@@ -44,6 +48,10 @@ class BatchBuilder:
         self._layouts: dict[Bucket, PackedLayout] = {}
         slots = max_num_seqs + 1
         self._page_table = np.zeros((slots, pages_per_seq), np.int32)
+        self._local, self._has_local_table = local, has_local_table
+        self._local_table = np.zeros((slots, pages_per_seq if local else 0), np.int32)
+        # what `page_table` is filled from
+        self._main_table = self._local_table if local and not has_local_table else self._page_table
         self._num_pages = [0] * slots
         self._owners: list[list[int]] = [[]] * slots  # page lists; another one is filled anew
         self._edits: list[RowEdits | None] = [None] * slots
@@ -93,9 +101,9 @@ class BatchBuilder:
             _fill_targets(views["targets"], rows)
         return batch
 
-    def mask_of(self, batch: HostBatch) -> np.ndarray:
-        """A batch's masks, u32[seqs, words], to be narrowed in place."""
-        return self._layout(batch.bucket).views(batch)["mask"]
+    def banned_of(self, batch: HostBatch) -> np.ndarray:
+        """A batch's bans, u32[seqs, words], to be added to in place."""
+        return self._layout(batch.bucket).views(batch)["banned"]
 
     def pages_of(self, seqs: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:
         """Page ids of running sequences end to end as of their last rows, and each one's number.
@@ -113,7 +121,8 @@ class BatchBuilder:
 
     def _layout(self, bucket: Bucket) -> PackedLayout:
         if bucket not in self._layouts:
-            self._layouts[bucket] = PackedLayout(bucket, self.pages_per_seq, self.vocab)
+            sizes = self.pages_per_seq, self.vocab, self._has_local_table
+            self._layouts[bucket] = PackedLayout(bucket, *sizes)
         return self._layouts[bucket]
 
     def _follow(self, rows: RowColumns) -> None:
@@ -127,12 +136,22 @@ class BatchBuilder:
                 self._begin(seq, slot)
             first = num_pages[slot]
             self._page_table[slot, first : len(page_ids)] = page_ids[first:]
+            if self._local is not None:
+                self._follow_local(seq, slot, first)
             num_pages[slot] = len(page_ids)
+
+    def _follow_local(self, seq: Sequence, slot: int, first: int) -> None:
+        """Likewise with local pages; those behind the window are another's by now."""
+        first, end = max(first, seq.first_local_page), len(seq.page_ids)
+        assert self._local is not None
+        self._local_table[slot, : seq.first_local_page] = 0
+        self._local_table[slot, first:end] = self._local.ids(seq.page_ids[first:])
 
     def _begin(self, seq: Sequence, slot: int) -> None:
         params, seed = seq.request.params, seq.request.seed
         self._owners[slot] = seq.page_ids
         self._page_table[slot] = 0
+        self._local_table[slot] = 0
         self._num_pages[slot] = 0
         is_greedy = params.temperature < LEAST_TEMPERATURE
         self._fields["temperature"][slot] = 0.0 if is_greedy else params.temperature
@@ -170,9 +189,13 @@ class BatchBuilder:
             firsts = np.cumsum(q_lens, dtype=np.int32) - q_lens
             positions = np.arange(total, dtype=np.int32) - np.repeat(firsts - starts, q_lens)
             row_slots, num_known = np.repeat(slots, q_lens), np.repeat(num_known, q_lens)
-        pages = self._page_table[row_slots, positions // self.page_size]
+        indices, places = positions // self.page_size, positions % self.page_size
         views["positions"][:total] = positions
-        views["slot_mapping"][:total] = pages * self.page_size + positions % self.page_size
+        pages = self._main_table[row_slots, indices]
+        views["slot_mapping"][:total] = pages * self.page_size + places
+        if self._has_local_table:
+            pages = self._local_table[row_slots, indices]
+            views["local_slot_mapping"][:total] = pages * self.page_size + places
         views["from_last"][:total] = positions >= num_known
 
     def _fill_rows(
@@ -185,7 +208,9 @@ class BatchBuilder:
     ) -> None:
         num = len(slots)
         width = -(-int(kv_lens.max(initial=0)) // self.page_size)
-        views["page_table"][:num, :width] = self._page_table[slots, :width]
+        views["page_table"][:num, :width] = self._main_table[slots, :width]
+        if self._has_local_table:
+            views["local_page_table"][:num, :width] = self._local_table[slots, :width]
         views["kv_lens"][:num] = kv_lens
         ends = np.cumsum(q_lens, dtype=np.int32)
         views["cu_q_lens"][1 : num + 1] = ends
@@ -225,9 +250,7 @@ class BatchBuilder:
             views[name][:num] = values[slots]
         views["repetition_penalty"][num:] = 1.0
         views["counts_row"][:num] &= rows.samples
-        views["bias_ids"][:] = self.vocab
         views["told_ids"][:, 0] = -1
-        views["mask"][:] = _ALL_ALLOWED
         for i, (slot, samples) in enumerate(zip(rows.slots, rows.samples, strict=True)):
             told = rows.seqs[i].request.params.logprob_token_ids
             if told is not None:
@@ -238,7 +261,7 @@ class BatchBuilder:
             position = rows.starts[i] + rows.q_lens[i]
             edits.write(views["bias_ids"][i], views["bias_values"][i], rows.seqs[i], position)
             if edits.mask is not None:
-                views["mask"][i] = edits.mask
+                np.invert(edits.mask, out=views["banned"][i])
 
 
 def _known_ids(plan: StepPlan) -> list[int]:

@@ -1,8 +1,10 @@
 """Pages of preempted sequences in host memory: who has how many, and what must be moved."""
 
 from collections import OrderedDict
+from typing import Literal
 
 from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PageMove
 from jaxpaged.core.sequence import SeqState, Sequence
@@ -16,8 +18,8 @@ class HostTier:
     When it is full, the sequence that was swapped out first is dropped: it computes again.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool):
-        self._limits, self._pool = limits, pool
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, local: LocalPages | None):
+        self._limits, self._pool, self._local = limits, pool, local
         # swapped ones and their host pages, oldest first
         self._kept: OrderedDict[int, tuple[Sequence, int]] = OrderedDict()
         self._moves: list[PageMove] = []
@@ -39,7 +41,7 @@ class HostTier:
         while self.num_used_pages + needed > self._limits.num_host_pages:
             self._drop_oldest()
         num_pages = self._pool.pages_for(seq.num_computed_tokens)
-        self._moves.append(PageMove("out", seq.seq_id, 0, tuple(seq.page_ids[:num_pages])))
+        self._add_move("out", seq, 0, seq.page_ids[:num_pages])
         self._kept[seq.seq_id] = seq, needed
         self.num_swaps += 1
         return True
@@ -49,18 +51,24 @@ class HostTier:
         after the first `num_shared` must be filled.
         """
         del self._kept[seq.seq_id]
-        page_ids = tuple(seq.page_ids[num_shared : self._pool.pages_for(num_tokens)])
-        self._moves.append(PageMove("in", seq.seq_id, num_shared, page_ids))
+        page_ids = seq.page_ids[num_shared : self._pool.pages_for(num_tokens)]
+        self._add_move("in", seq, num_shared, page_ids)
 
     def forget(self, seq: Sequence) -> None:
         """Let a sequence's host pages go, if it has any."""
         if self._kept.pop(seq.seq_id, None) is not None:
-            self._moves.append(PageMove("drop", seq.seq_id, 0, ()))
+            self._add_move("drop", seq, 0, [])
 
     def take_moves(self) -> tuple[PageMove, ...]:
         """The moves that the plan being made begins with."""
         moves, self._moves = tuple(self._moves), []
         return moves
+
+    def _add_move(
+        self, kind: Literal["out", "in", "drop"], seq: Sequence, first: int, page_ids: list[int]
+    ) -> None:
+        local_ids = () if self._local is None else tuple(self._local.ids(page_ids))
+        self._moves.append(PageMove(kind, seq.seq_id, first, tuple(page_ids), local_ids))
 
     def _pays(self, seq: Sequence, needed: int) -> bool:
         mode = self._limits.preemption_mode

@@ -5,6 +5,7 @@ and unsigned words travel as their bits.
 """
 
 import math
+import mmap
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,7 @@ import numpy as np
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.params import MAX_BIASES, MAX_LOGPROBS
 
+LARGE = 2**20  # words of a buffer with masks
 ALIGNMENT = 64  # words: a field may go to a GPU kernel as it lies, on a border of 256 bytes
 
 type PackedType = Literal["int32", "float32", "uint32", "bool"]
@@ -37,12 +39,15 @@ class PackedField:
 class PackedLayout:
     """Where each field of a bucket's batch lies. `pages_per_seq` is the page table's width.
 
-    `forward` goes with the tokens, `sample` with the logits that they gave.
+    `forward` goes with the tokens, `sample` with the logits that they gave. With `has_local_table`
+    layers with a window have a page table of their own.
     """
 
-    def __init__(self, bucket: Bucket, pages_per_seq: int, vocab: int):
-        self.bucket = bucket
-        self.forward = _laid_out(_forward_shapes(bucket, pages_per_seq))
+    def __init__(
+        self, bucket: Bucket, pages_per_seq: int, vocab: int, has_local_table: bool = False
+    ):
+        self.bucket, self.has_local_table = bucket, has_local_table
+        self.forward = _laid_out(_forward_shapes(bucket, pages_per_seq, has_local_table))
         self.sample = _laid_out(_sample_shapes(bucket, vocab))
 
     @property
@@ -77,8 +82,8 @@ class PackedLayout:
         """A batch of zeros, and writable views into it by field name; a bool shows as int32."""
         batch = HostBatch(
             self.bucket,
-            np.zeros(self.forward_size, np.int32),
-            np.zeros(self.sample_size, np.int32),
+            _zeros(self.forward_size),
+            _zeros(self.sample_size),
         )
         return batch, self.views(batch)
 
@@ -94,6 +99,16 @@ class HostBatch:
     bucket: Bucket
     forward: np.ndarray  # i32[PackedLayout.forward_size]
     sample: np.ndarray  # i32[PackedLayout.sample_size]
+
+
+def _zeros(num_words: int) -> np.ndarray:
+    """Like NumPy's, which clears what it has used before: here large ones come from the system,
+    and what nobody writes to costs nothing.
+    """
+    if num_words < LARGE:
+        return np.zeros(num_words, np.int32)
+    memory = mmap.mmap(-1, num_words * 4, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.int32)
 
 
 def _views(fields: tuple[PackedField, ...], buffer: np.ndarray) -> dict[str, np.ndarray]:
@@ -116,9 +131,9 @@ def _end(fields: tuple[PackedField, ...]) -> int:
     return fields[-1].offset + fields[-1].size
 
 
-def _forward_shapes(bucket: Bucket, pages_per_seq: int) -> list[_Shape]:
+def _forward_shapes(bucket: Bucket, pages_per_seq: int, has_local_table: bool) -> list[_Shape]:
     tokens, seqs = bucket.num_tokens, bucket.num_seqs
-    return [
+    shapes = [
         _shape("token_ids", "int32", tokens),
         _shape("positions", "int32", tokens),
         _shape("slot_mapping", "int32", tokens),
@@ -129,6 +144,10 @@ def _forward_shapes(bucket: Bucket, pages_per_seq: int) -> list[_Shape]:
         _shape("seq_slots", "int32", seqs),
         _shape("logit_rows", "int32", bucket.num_logits),
     ]
+    if has_local_table:
+        shapes.append(_shape("local_page_table", "int32", seqs, pages_per_seq))
+        shapes.append(_shape("local_slot_mapping", "int32", tokens))
+    return shapes
 
 
 def _sample_shapes(bucket: Bucket, vocab: int) -> list[_Shape]:
@@ -156,7 +175,8 @@ def _sample_shapes(bucket: Bucket, vocab: int) -> list[_Shape]:
         _shape("counts_row", "bool", seqs),
         _shape("bias_ids", "int32", seqs, MAX_BIASES),
         _shape("bias_values", "float32", seqs, MAX_BIASES),
-        _shape("mask", "uint32", seqs, -(-vocab // 32)),
+        # bans and not permissions: of what is not used all is 0, as in a fresh buffer
+        _shape("banned", "uint32", seqs, -(-vocab // 32)),
         _shape("processors", "int32", seqs),
         _shape("told_ids", "int32", seqs, MAX_LOGPROBS),  # -1 first: the likeliest are told
     ]

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -10,6 +11,19 @@ from jaxpaged.errors import InvariantError
 
 def _nobody_listens(page_id: int) -> None:
     pass
+
+
+class Companions(Protocol):
+    """Pages of another pool that belong to pages of this one: `LocalPages`."""
+
+    @property
+    def pool(self) -> "PagePool": ...
+
+    def begin(self, page_ids: Iterable[int]) -> None: ...
+
+    def keep(self, page_id: int) -> None: ...
+
+    def forget(self, page_id: int) -> None: ...
 
 
 class PagePool:
@@ -24,6 +38,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict: Callable[[int], None] = _nobody_listens  # told of cached pages taken
+        self.local: Companions | None = None  # where layers with a window have their own pages
         self._blank = list(range(num_pages - 1, 0, -1))  # taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._num_holders = [0] * num_pages
@@ -44,13 +59,20 @@ class PagePool:
         return len(self._cached)
 
     @property
+    def room(self) -> int:
+        """Pages that can be taken together with their local pages."""
+        num_free = len(self._blank) + len(self._cached)
+        return num_free if self.local is None else min(num_free, self.local.pool.num_free)
+
+    @property
     def num_held(self) -> int:
         return self.num_usable - self.num_free
 
     @property
     def usage(self) -> float:
-        """Share of the pages that somebody holds, 0 to 1."""
-        return self.num_held / self.num_usable if self.num_usable else 0.0
+        """Share of the pages that somebody holds, 0 to 1; of local pages where that is more."""
+        usage = self.num_held / self.num_usable if self.num_usable else 0.0
+        return usage if self.local is None else max(usage, self.local.pool.usage)
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens of one sequence fill or begin."""
@@ -61,11 +83,13 @@ class PagePool:
         holders = self._num_holders
         return [holders[page_id] for page_id in page_ids].count(0)
 
-    def take(self, num_pages: int) -> list[int]:
+    def take(self, num_pages: int, num_bare: int = 0) -> list[int]:
         """Hand out pages of undefined content, evicting the oldest cached ones if need be.
 
+        The first `num_bare` get no local pages.
+
         Raises:
-            InvariantError: fewer are free; callers look at `num_free` first.
+            InvariantError: fewer are free; callers look at `room` first.
         """
         if num_pages > self.num_free:
             raise InvariantError(f"page pool: {num_pages} pages wanted, {self.num_free} are free")
@@ -76,9 +100,13 @@ class PagePool:
             page_id, _ = self._cached.popitem(last=False)
             self._is_kept[page_id] = False
             self.on_evict(page_id)
+            if self.local is not None:
+                self.local.forget(page_id)
             taken.append(page_id)
         for page_id in taken:
             self._num_holders[page_id] = 1
+        if self.local is not None:
+            self.local.begin(taken[num_bare:])
         return taken
 
     def share(self, page_ids: Iterable[int]) -> None:
@@ -109,12 +137,16 @@ class PagePool:
         if not self._num_holders[page_id]:
             raise InvariantError(f"page pool: page {page_id} is to be kept and nobody holds it")
         self._is_kept[page_id] = True
+        if self.local is not None:
+            self.local.keep(page_id)
 
     def forget(self, page_id: int) -> None:
         """The prefix cache no longer knows this page."""
         if not self._is_kept[page_id]:
             raise InvariantError(f"page pool: page {page_id} is to be forgotten and is not kept")
         self._is_kept[page_id] = False
+        if self.local is not None:
+            self.local.forget(page_id)
         if not self._num_holders[page_id]:
             del self._cached[page_id]
             self._blank.append(page_id)
@@ -130,6 +162,10 @@ class PagePool:
     def kept_pages(self) -> np.ndarray:
         """By page, 1 where the prefix cache knows it: a view, good until the next change."""
         return np.frombuffer(self._is_kept, np.uint8)
+
+    def is_blank(self, page_id: int) -> bool:
+        """Nobody holds the page and nobody knows what is in it."""
+        return not self._num_holders[page_id] and not self._is_kept[page_id]
 
     def check(self) -> None:
         """Compare the whole bookkeeping with itself; costs a walk over all pages.

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.prefix_cache import SHARED_SALT, PrefixCache
 from jaxpaged.core.request import Pin, Request
@@ -24,6 +25,7 @@ class WarmPrefix:
     num_tokens: int  # in full pages
     page_ids: tuple[int, ...]
     key_name: str  # of the API key that warmed it
+    first_local_page: int = 0  # page from which on local pages are kept too, where there are any
 
     @property
     def is_shared(self) -> bool:
@@ -42,8 +44,10 @@ class PinnedPrefixes:
         most_pages: that pins may hold together; the longest sequence must fit beside them.
     """
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, most_pages: int):
-        self._pool, self._cache, self._most_pages = pool, cache, most_pages
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, most_pages: int, local: LocalPages | None
+    ):
+        self._pool, self._cache, self._most_pages, self._local = pool, cache, most_pages, local
         self._pinned: dict[str, WarmPrefix] = {}
 
     def __iter__(self) -> Iterator[WarmPrefix]:
@@ -61,7 +65,13 @@ class PinnedPrefixes:
         num_tokens, page_size = len(request.prompt_token_ids), self._pool.page_size
         num_pages, left = num_tokens // page_size, self._num_left(request, pin)
         if num_pages and num_pages <= left:
-            return
+            if self._has_room_for_window(pin):
+                return
+            raise RequestError(
+                f"{len(self._pinned)} prefixes are pinned, and the windows of more would leave no "
+                "local pages for the longest sequence: drop one",
+                param="prompt",
+            )
         why = "the longest sequence must fit beside all pinned ones"
         if pin.share < 1:
             why += f", and one API key may pin {pin.share:.0%} of that"
@@ -80,19 +90,31 @@ class PinnedPrefixes:
         request, pin = seq.request, seq.request.pin
         assert pin is not None
         self.drop(pin.prefix_id)
-        page_ids = self._cache.find_prompt(seq)
-        if len(page_ids) > self._num_left(request, pin):
+        page_ids, first_local = self._cache.find_prompt(seq), 0
+        if self._local is not None:
+            page_ids = self._local.usable(page_ids)
+        if len(page_ids) > self._num_left(request, pin) or not self._has_room_for_window(pin):
             return
         self._pool.share(page_ids)
         num_tokens = len(page_ids) * self._pool.page_size
+        if self._local is not None:
+            first_local = self._local.first_needed(num_tokens)
+            self._local.hold(page_ids[first_local:])
         self._pinned[pin.prefix_id] = WarmPrefix(
-            pin.prefix_id, request.cache_salt, num_tokens, tuple(page_ids), request.key_name
+            pin.prefix_id,
+            request.cache_salt,
+            num_tokens,
+            tuple(page_ids),
+            request.key_name,
+            first_local,
         )
 
     def drop(self, prefix_id: str) -> bool:
         """Let a prefix be evicted like any other; False if there is none of this name."""
         prefix = self._pinned.pop(prefix_id, None)
         if prefix is not None:
+            if self._local is not None:
+                self._local.release(prefix.page_ids[prefix.first_local_page :])
             self._pool.give_back(prefix.page_ids)
         return prefix is not None
 
@@ -103,6 +125,14 @@ class PinnedPrefixes:
         left = self._most_pages - sum(len(prefix.page_ids) for prefix in others)
         share = int(self._most_pages * pin.share)
         return max(min(left, share - sum(len(prefix.page_ids) for prefix in of_key)), 0)
+
+    def _has_room_for_window(self, pin: Pin) -> bool:
+        """Whether the longest sequence finds local pages beside one more prefix."""
+        if self._local is None:
+            return True
+        num_others = len(self._pinned.keys() - {pin.prefix_id})
+        held = (num_others + 1) * self._local.most_of_decode
+        return held + self._local.most_of_one <= self._local.pool.num_usable
 
     def drop_all(self) -> None:
         for prefix in self:

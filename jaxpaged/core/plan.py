@@ -55,13 +55,15 @@ class PageMove(NamedTuple):
     """A transfer between the page pool and host memory. Moves are made in the order given.
 
     `out` keeps copies of the pages under `seq_id`; `in` fills the pages with the kept ones from the
-    `first` on, and the kept ones are gone; `drop` lets them go.
+    `first` on, and the kept ones are gone; `drop` lets them go. `local_ids` are the pages' local
+    pages, where there are any: 0 for a page that is moved without.
     """
 
     kind: Literal["out", "in", "drop"]
     seq_id: int
     first: int
     page_ids: tuple[int, ...]
+    local_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class StepPlan:
     sequence's tokens and the length of its prompt. `drafts` are guessed tokens by row, counted in
     its `q_len`: such a row samples at every token, and all rows of the step are decodes.
     `page_copies` are pairs of pages: before the step the second becomes a copy of the first; no
-    page is in both places. `page_moves`, to and from host memory, come before these.
+    page is in both places; `local_copies` are the same of local pages. `page_moves`, to and from
+    host memory, come before these.
     """
 
     columns: RowColumns = field(default_factory=RowColumns)
@@ -80,6 +83,7 @@ class StepPlan:
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     page_copies: tuple[tuple[int, int], ...] = ()
     page_moves: tuple[PageMove, ...] = ()
+    local_copies: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlannedRow]) -> "StepPlan":
@@ -144,6 +148,7 @@ class PlanDraft:
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     speculates: bool = False  # rows may be given drafts
     page_copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    local_copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     has_preempted: bool = False
     left_out_scored: bool = False
 

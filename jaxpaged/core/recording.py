@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 
 from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import Sampled, StepPlan
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -49,6 +50,8 @@ class RecordedScheduler:
             limits=scheduler.limits,
             num_pages=scheduler.pool.num_pages,
             page_size=scheduler.pool.page_size,
+            window=scheduler.local.window if scheduler.local else 0,
+            num_local_pages=scheduler.local.pool.num_pages if scheduler.local else 0,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -147,7 +150,10 @@ class _Player:
     def __init__(self, start: dict[str, Any]):
         pool = PagePool(start["num_pages"], start["page_size"])
         limits = msgspec.convert(start["limits"], SchedulerLimits)
-        self.scheduler = Scheduler(limits, pool, PrefixCache(pool))
+        local = None
+        if start.get("window"):
+            local = LocalPages(pool, start["window"], start["num_local_pages"])
+        self.scheduler = Scheduler(limits, pool, PrefixCache(pool), local)
         self.num_plans = 0
         self._plans: dict[int, StepPlan] = {}  # not committed yet, by number
         self._seqs: dict[int, Sequence] = {}

@@ -1,12 +1,15 @@
 """What a sequence need not compute, because another one did or will."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpaged.core.forks import Forks
 from jaxpaged.core.host_tier import HostTier
 from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.pinned import PinnedPrefixes
+from jaxpaged.core.plan import PlanDraft
 from jaxpaged.core.prefix_cache import Begun, PrefixCache
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import RequestError
@@ -23,6 +26,9 @@ class Hit:
 
 _MISS = Hit([], None, 0)
 
+type Claimed = tuple[int, int]
+"""Pages and local pages."""
+
 
 class PageReuse:
     """Shares pages between sequences when they begin and while they compute prompts.
@@ -30,13 +36,21 @@ class PageReuse:
     Owned by the scheduler, like the cache and the pool.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, cache: PrefixCache):
-        self._limits, self._pool, self._cache = limits, pool, cache
-        self.forks, self.tier = Forks(), HostTier(limits, pool)
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        cache: PrefixCache,
+        local: LocalPages | None,
+    ):
+        self._limits, self._pool, self._cache, self._local = limits, pool, cache, local
+        self.forks, self.tier = Forks(), HostTier(limits, pool, local)
         most_pinned = pool.num_usable - pool.pages_for(limits.max_model_len)
-        self.pinned = PinnedPrefixes(pool, cache, most_pinned)
+        self.pinned = PinnedPrefixes(pool, cache, most_pinned, local)
         # chunks of whole pages: where they end, another with the same prompt can take over
         threshold, page_size = limits.long_prefill_token_threshold, pool.page_size
+        if local is not None:
+            threshold = min(threshold or local.most_of_one_prompt, local.most_of_one_prompt)
         self.most_of_one_prompt = threshold // page_size * page_size or threshold
 
     def check(self, seq: Sequence) -> None:
@@ -47,10 +61,14 @@ class PageReuse:
         """
         request, pool = seq.request, self._pool
         needed = pool.pages_for(seq.num_needed_tokens)
-        if needed > pool.num_usable:
+        kind, num_usable = "pages", pool.num_usable
+        if self._local is not None and needed <= num_usable:
+            kind, num_usable = "local pages", self._local.pool.num_usable
+            needed = self._local.most_held(seq.num_needed_tokens)
+        if needed > num_usable:
             raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens, max_tokens {request.max_tokens}: need "
-                f"{needed} pages of {pool.page_size} tokens, the pool has {pool.num_usable}: "
+                f"{needed} {kind} of {pool.page_size} tokens, the pool has {num_usable}: "
                 "shorten the prompt or lower max_tokens",
                 param="max_tokens",
             )
@@ -63,38 +81,76 @@ class PageReuse:
         """What there is of a sequence that holds no pages."""
         may_read = self._may_read(seq)
         page_ids = self._cache.find(seq) if may_read else []
+        if self._local is not None:
+            is_swapped = seq.state is SeqState.SWAPPED
+            page_ids = (
+                self._local.usable_by_swapped(seq, page_ids)
+                if is_swapped
+                else self._local.usable(page_ids)
+            )
         num_tokens = len(page_ids) * self._pool.page_size
         if seq.state is SeqState.SWAPPED:
             return Hit(page_ids, None, max(num_tokens, seq.num_computed_tokens))
         if not may_read:
             return _MISS
         begun = self._cache.find_begun(seq, page_ids) if seq.request.copies_begun_page else None
+        if begun and self._local is not None and not self._local.has(begun.page_id):
+            begun = None
         return Hit(page_ids, begun, num_tokens + (begun.num_tokens if begun else 0))
 
     def num_uncached(self, seq: Sequence) -> int:
         """Known tokens of a sequence without pages that it would have to compute."""
         return seq.num_known_tokens - self.find(seq).num_tokens
 
-    def num_pages_to_take(self, hit: Hit, num_tokens: int) -> int:
-        """How many free pages go when a sequence gets this hit and pages for `num_tokens`."""
-        touched = [*hit.page_ids, hit.begun.page_id] if hit.begun else hit.page_ids
-        missing = self._pool.pages_for(num_tokens) - len(hit.page_ids)
-        return missing + self._pool.num_free_among(touched)
+    def claimed(self, running: Iterable[Sequence], so_far: Claimed = (0, 0)) -> Claimed:
+        """Pages that running sequences will still need, where limits reserve for them."""
+        for seq in running if self._limits.reserves else ():
+            pages, local_pages = self._to_come(seq)
+            so_far = so_far[0] + pages, so_far[1] + local_pages
+        return so_far
 
-    def give_pages(self, seq: Sequence, hit: Hit, num_tokens: int) -> list[tuple[int, int]]:
-        """Pages for the first `num_tokens` tokens; returns the copies that the step begins with.
+    def _to_come(self, seq: Sequence) -> Claimed:
+        """Pages and local pages that a sequence with pages will still need."""
+        num_tokens, num_held = self._limits.num_reserved_tokens(seq), len(seq.page_ids)
+        pages = max(self._pool.pages_for(num_tokens) - num_held, 0)
+        if self._local is None:
+            return pages, 0
+        num_held -= seq.first_local_page
+        return pages, max(self._local.most_held(num_tokens) - num_held, 0)
+
+    def fits(self, seq: Sequence, hit: Hit, num_tokens: int, claimed: Claimed) -> bool:
+        """Whether the first `num_tokens` tokens find pages, or all that limits reserve for."""
+        begun = [hit.begun.page_id] if hit.begun else []
+        end = self._limits.num_reserved_tokens(seq) if self._limits.reserves else num_tokens
+        missing = self._pool.pages_for(end) - len(hit.page_ids)
+        touched = [*hit.page_ids, *begun] if begun else hit.page_ids
+        if missing + self._pool.num_free_among(touched) + claimed[0] > self._pool.num_free:
+            return False
+        if self._local is None:
+            return True
+        needed = self._local.num_to_take(hit.page_ids, begun, hit.num_tokens, num_tokens)
+        if self._limits.reserves:
+            needed = max(needed, self._local.most_held(end))
+        return needed + claimed[1] <= self._local.pool.num_free
+
+    def give_pages(self, seq: Sequence, hit: Hit, num_tokens: int, draft: PlanDraft) -> None:
+        """Pages for the first `num_tokens` tokens, and the copies that the step begins with.
 
         Their sources are held until `end_plan`, so that this step writes to none of them.
         """
         was_swapped = seq.state is SeqState.SWAPPED
         self._cache.share(seq, hit.page_ids, hit.num_tokens)
-        if hit.begun:
-            self._pool.share([hit.begun.page_id])
-        num_shared = len(hit.page_ids)
-        seq.page_ids += self._pool.take(self._pool.pages_for(num_tokens) - num_shared)
+        begun, num_shared, num_bare = hit.begun, len(hit.page_ids), 0
+        if begun:
+            self._pool.share([begun.page_id])
+        if self._local is not None:
+            num_bare = self._local.enter(seq, hit.num_tokens)
+            self._local.hold([begun.page_id] if begun else [])
+        seq.page_ids += self._pool.take(self._pool.pages_for(num_tokens) - num_shared, num_bare)
         if was_swapped:
             self.tier.brings_back(seq, num_shared, hit.num_tokens)
-        return [(hit.begun.page_id, seq.page_ids[num_shared])] if hit.begun else []
+        if begun:
+            draft.page_copies.append((begun.page_id, seq.page_ids[num_shared]))
 
     def joins(self, seq: Sequence) -> bool:
         """Share pages after the sequence's own that another computed, or will in this step."""
@@ -103,7 +159,12 @@ class PageReuse:
         if not at_border or num_pages != len(seq.page_ids) or not self._may_read(seq):
             return False
         page_ids = self._cache.find(seq, num_pages)
+        if self._local is not None:
+            both = self._local.usable([*seq.page_ids, *page_ids], seq.first_local_page)
+            page_ids = both[num_pages:]
         self._cache.extend(seq, page_ids)
+        if self._local is not None:
+            self._local.extended(seq, num_pages)
         return bool(page_ids)
 
     def planned(self, seq: Sequence, start: int) -> None:
@@ -131,10 +192,22 @@ class PageReuse:
         elif seq.request.pin and reason == "length":
             self.pinned.pin(seq)
 
-    def end_plan(self, page_copies: list[tuple[int, int]]) -> None:
+    def leave(self, seq: Sequence) -> None:
+        """Give all pages of a sequence back."""
+        if self._local is not None:
+            self._local.leave(seq)
+        self._pool.give_back(seq.page_ids)
+
+    def end_plan(self, draft: PlanDraft) -> None:
         """No more pages are taken for this step."""
-        if page_copies:
-            self._pool.give_back([source for source, _ in page_copies])
+        if not draft.page_copies:
+            return
+        sources, targets = zip(*draft.page_copies, strict=True)
+        if self._local is not None:
+            pairs = zip(self._local.ids(sources), self._local.ids(targets), strict=True)
+            draft.local_copies += pairs
+            self._local.release(sources)
+        self._pool.give_back(sources)
 
     def _may_read(self, seq: Sequence) -> bool:
         params = seq.request.params

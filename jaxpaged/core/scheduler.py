@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 
 from jaxpaged.core.background import make_layers
 from jaxpaged.core.limits import SchedulerLimits, StopCause, check_states, stop_cause
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.logit_edits import check_edits
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
@@ -23,11 +24,17 @@ class Scheduler:
     computed at once, `commit` appends what was sampled. Not safe for use by several threads.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, cache: PrefixCache):
-        self.limits, self.pool, self.cache = limits, pool, cache
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        cache: PrefixCache,
+        local: LocalPages | None = None,
+    ):
+        self.limits, self.pool, self.cache, self.local = limits, pool, cache, local
         self.num_preemptions = 0
         self._running: dict[int, Sequence] = {}  # by seq_id, oldest first
-        self._reuse = PageReuse(limits, pool, cache)
+        self._reuse = PageReuse(limits, pool, cache, local)
         self._forks, self.pinned = self._reuse.forks, self._reuse.pinned
         self.tier = self._reuse.tier
         self._waiting = make_layers(limits.scheduling_policy, self._reuse.num_uncached)
@@ -128,11 +135,12 @@ class Scheduler:
         if self.traces:
             note_plan(self.traces, draft, self.wait_cause, self.pool.page_size, self.limits)
         self._waiting.served(draft.rows)
-        self._reuse.end_plan(draft.page_copies)
-        copies, resets = tuple(draft.page_copies), tuple(draft.slot_resets)
+        self._reuse.end_plan(draft)
+        resets = tuple(draft.slot_resets)
+        copies, local_copies = tuple(draft.page_copies), tuple(draft.local_copies)
         # without rows nobody writes to a page that is to be moved, and it may be moved later
         moves = self.tier.take_moves() if draft.rows and self.tier.has_moves else ()
-        return StepPlan(draft.rows, resets, draft.drafts, copies, moves)
+        return StepPlan(draft.rows, resets, draft.drafts, copies, moves, local_copies)
 
     def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[Sequence]:
         """Take in what a step sampled, one entry a row; what a row samples too early is None.
@@ -174,7 +182,10 @@ class Scheduler:
             InvariantError: something does not add up.
         """
         self.pool.check()
-        self.pool.check_holders([holder.page_ids for holder in (*self.running, *self.pinned)])
+        holders = [*self.running, *self.pinned]
+        self.pool.check_holders([holder.page_ids for holder in holders])
+        if self.local is not None:
+            self.local.check(self.pool, holders)
         self.cache.check()
         check_states(self.running, list(self._waiting), self._free_slots, self.limits.max_num_seqs)
 
@@ -196,7 +207,7 @@ class Scheduler:
             start, num_in_flight, slot = seq.num_computed_tokens, seq.num_in_flight, seq.slot
             if (
                 len(seq.token_ids) + num_in_flight - start != 1
-                or start < seq.num_prompt_tokens
+                or start <= seq.num_prompt_tokens
                 or start >= len(seq.page_ids) * page_size
                 or seq.needs_read_tokens
                 or slot is None
@@ -223,6 +234,8 @@ class Scheduler:
             q_len = draft.choose_q_len(seq, start)
         if q_len <= 0:
             return
+        if self.local is not None:
+            self.local.move_on(seq, start)
         missing = self.pool.pages_for(start + q_len + len(guessed)) - len(seq.page_ids)
         if missing > 0:
             if not self._make_room(seq, missing, draft):
@@ -234,27 +247,26 @@ class Scheduler:
 
     def _plan_waiting(self, draft: PlanDraft) -> None:
         """Admit waiting sequences while there are tokens, slots and pages; none is passed over."""
-        claimed = -1  # pages that running prompts will still need
+        claimed: tuple[int, int] | None = None  # pages that running prompts will still need
         while self._waiting and self._free_slots and draft.num_tokens < draft.cap:
             seq = draft.next = self._waiting.first()
-            if seq.num_in_flight or not self.pool.num_free:
+            if seq.num_in_flight or not self.pool.room:
                 break
-            if claimed < 0:
-                claimed = self._claimed_pages()
+            if claimed is None:
+                claimed = self._reuse.claimed(self._running.values())
             hit = self._reuse.find(seq)
             q_len = draft.choose_q_len(seq, hit.num_tokens)
             num_tokens = hit.num_tokens + q_len
-            if q_len <= 0 or not self._fits(seq, hit, num_tokens, claimed):
+            if q_len <= 0 or not self._reuse.fits(seq, hit, num_tokens, claimed):
                 break
             self._admit(seq, hit, num_tokens, draft)
             self._add_row(seq, q_len, draft)
-            if self.limits.reserves:
-                claimed += self._pages_to_come(seq)
+            claimed = self._reuse.claimed([seq], claimed)
 
     def _add_row(self, seq: Sequence, q_len: int, draft: PlanDraft, num_guessed: int = 0) -> None:
         start, slot = seq.num_computed_tokens, seq.slot
         assert slot is not None
-        is_last = start + q_len == len(seq.token_ids) + seq.num_in_flight
+        is_last = start + q_len == seq.num_known_tokens
         samples = is_last and seq.request.max_tokens > 0
         q_len += num_guessed
         draft.rows.add(PlannedRow(seq, slot, start, q_len, samples, seq.num_preemptions))
@@ -264,24 +276,11 @@ class Scheduler:
         if start < seq.num_prompt_tokens or q_len > 1:
             self._reuse.planned(seq, start)
 
-    def _fits(self, seq: Sequence, hit: Hit, num_tokens: int, claimed: int) -> bool:
-        """Whether the first `num_tokens` tokens find pages, or all that limits reserve for."""
-        if self.limits.reserves:
-            num_tokens = self.limits.num_reserved_tokens(seq)
-        return self._reuse.num_pages_to_take(hit, num_tokens) + claimed <= self.pool.num_free
-
-    def _claimed_pages(self) -> int:
-        running = self._running.values() if self.limits.reserves else ()
-        return sum([self._pages_to_come(seq) for seq in running])
-
-    def _pages_to_come(self, seq: Sequence) -> int:
-        return max(self.pool.pages_for(self.limits.num_reserved_tokens(seq)) - len(seq.page_ids), 0)
-
     def _admit(self, seq: Sequence, hit: Hit, num_tokens: int, draft: PlanDraft) -> None:
         """Give a waiting sequence its slot, and pages for its first `num_tokens` tokens."""
         self._waiting.remove(seq)
         self._running[seq.seq_id] = seq
-        draft.page_copies += self._reuse.give_pages(seq, hit, num_tokens)
+        self._reuse.give_pages(seq, hit, num_tokens, draft)
         seq.become(SeqState.RUNNING)
         seq.slot = self._free_slots.pop()
         if seq.first_scheduled_time is None:
@@ -291,7 +290,7 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, num_pages: int, draft: PlanDraft) -> bool:
         """Preempt from the order's end on until pages are free; False if that reached `seq`."""
-        while self.pool.num_free < num_pages:
+        while self.pool.room < num_pages:
             while draft.order[-1].state is not SeqState.RUNNING:
                 draft.order.pop()
             victim = draft.order.pop()
@@ -314,7 +313,7 @@ class Scheduler:
 
     def _stop_running(self, seq: Sequence) -> None:
         del self._running[seq.seq_id]
-        self.pool.give_back(seq.page_ids)
+        self._reuse.leave(seq)
         assert seq.slot is not None
         self._free_slots.append(seq.slot)
         seq.page_ids, seq.slot = [], None

@@ -61,6 +61,7 @@ class Sequence:
     arrival_mark: int = 0  # set by the scheduling policy
     prefix: Parent = 0  # the prefix cache's name for the content of those pages
     num_shared_pages: int = 0  # leading pages that others computed
+    first_local_page: int = 0  # page from which on it holds local pages too, where there are any
     shared_hashes: list[bytes] = field(default_factory=list[bytes])  # under the salt of all
     needs_read_tokens: bool = field(init=False)  # its next step needs tokens that the host has read
     sampler_level: int = field(init=False)  # 0 greedy, 1 random, 2 edits, 3 scores its prompt

@@ -104,7 +104,7 @@ class Speculator:
         seq.needs_read_tokens = length > 0
         if seq.num_in_flight or not is_up_to_date:
             return ()
-        end = min(seq.num_needed_tokens, (len(seq.page_ids) + pool.num_free) * pool.page_size)
+        end = min(seq.num_needed_tokens, (len(seq.page_ids) + pool.room) * pool.page_size)
         room = min(end - len(seq.token_ids), draft.plain_cap - draft.num_tokens - 1)
         return text.continuation(min(length, room))
 

@@ -6,6 +6,7 @@ The same numbers size the page pool, choose what the operator left open, and wor
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,8 +16,14 @@ from jax.sharding import NamedSharding
 from jaxpaged.arrays import Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig, ParallelSettings
-from jaxpaged.core.buckets import MAX_SCORED_TOKENS
+from jaxpaged.engine.local_capacity import (
+    PoolSizes,
+    least_pages_of_one,
+    share_pool,
+    useful_pages,
+)
 from jaxpaged.engine.memory import GIB, DeviceMemory
+from jaxpaged.engine.workspace import trial_bytes, workspace_bytes
 from jaxpaged.errors import ConfigError
 from jaxpaged.sharding import Placement, keys_of, laid_out
 
@@ -24,8 +31,6 @@ CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS = 8, 256
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 8192
 USUAL_LEN = 512  # tokens that the default number of running sequences must find pages for
 LEAST_PAGES = 3  # the null page, and two to write to
-LOGIT_COPIES = 3  # float32 logits of all rows that the `full` sampler holds at once
-LIBRARY_BYTES = 64 * 2**20  # workspace of the matrix products' library
 MARGIN_BYTES = GIB // 2  # never planned: holes between allocations, and errors of the estimate
 ALIGNMENT = 256  # bytes; of every allocation
 
@@ -48,10 +53,17 @@ class MemoryPlan:
     slots: int
     workspace: int
     margin: int
-    page: int
-    num_pages: int  # the null page included
+    page: int  # in all layers
+    num_pages: int  # the null page included; with local pages, what the pools' memory amounts to
     num_scheduler_steps: int
     least_pages: int  # fewer cannot serve what was asked for
+
+    @cached_property
+    def pools(self) -> PoolSizes:
+        """Pages and local pages."""
+        memory = self.num_pages * self.page
+        sizes = self.model, self.page_size, self.max_num_seqs, self.max_num_batched_tokens
+        return share_pool(memory, self.page, *sizes)
 
     @property
     def room(self) -> int:
@@ -70,12 +82,21 @@ class MemoryPlan:
 
     @property
     def pool_tokens(self) -> int:
-        return (self.num_pages - 1) * self.page_size
+        return (self.pools.num_pages - 1) * self.page_size
+
+    def concurrency_at(self, length: int) -> float:
+        """Sequences of so many tokens that the pool holds."""
+        num_pages, pools = -(-length // self.page_size), self.pools
+        held = (pools.num_pages - 1) / num_pages
+        if not pools.num_local_pages:
+            return held
+        window_pages = min(num_pages, pools.local_pages_of_one)
+        return min(held, (pools.num_local_pages - 1) / window_pages)
 
     @property
     def concurrency(self) -> float:
         """Sequences of the full context that the pool holds."""
-        return (self.num_pages - 1) / -(-self.model.max_len // self.page_size)
+        return self.concurrency_at(self.model.max_len)
 
     def lines(self) -> list[str]:
         """The plan in words, one item a line."""
@@ -87,10 +108,15 @@ class MemoryPlan:
                 f"workspace          {gib(self.workspace)} for steps of "
                 f"{self.max_num_batched_tokens} tokens, and {gib(self.margin)} kept free",
             ]
+        pools, pool = self.pools, gib(self.num_pages * self.page)
+        counts = f"{self.page_size} tokens, {self.pool_tokens} tokens, {self.page} bytes a page"
+        if pools.num_local_pages:
+            counts = f"{self.page_size} tokens in {pools.num_full_layers} layers, and "
+            counts += f"{pools.num_local_pages - 1} in {self.model.num_local_layers} layers with a "
+            counts += f"window of {self.model.local_window} tokens"
         return [
             *lines,
-            f"page pool          {gib(self.num_pages * self.page)}: {self.num_pages - 1} pages of "
-            f"{self.page_size} tokens, {self.pool_tokens} tokens, {self.page} bytes a page",
+            f"page pool          {pool}: {pools.num_pages - 1} pages of {counts}",
             f"longest context    {self.model.max_len} tokens",
             f"concurrency        {self.concurrency:.1f} sequences of that length; "
             f"{self.max_num_seqs} run at most",
@@ -121,7 +147,8 @@ def plan_memory(
     sizes = [2**n for n in range(most.bit_length() - 1, -1, -1) if 2**n <= budget]
     for size in sizes:
         plan = _plan(config, model, weights, dtype, device, size)
-        if plan.fits and plan.pool_tokens >= size * min(plan.model.max_len, USUAL_LEN):
+        usual = min(plan.model.max_len, USUAL_LEN)
+        if plan.fits and plan.concurrency_at(usual) >= size:
             return plan
     return _plan(config, model, weights, dtype, device, 1)
 
@@ -173,35 +200,6 @@ def share_of(model: ModelConfig, parallel: ParallelSettings) -> ModelConfig:
     )
 
 
-def workspace_bytes(
-    model: ModelConfig, dtype: np.dtype, max_num_batched_tokens: int, max_num_seqs: int
-) -> int:
-    """What a step needs beside weights, pool and slots: activations and logits.
-
-    The largest moment counts: the feed-forward or the attention of one layer over all tokens, or
-    the sampler over all rows.
-    """
-    tokens, kv_width = max_num_batched_tokens, model.kv_heads * model.head_dim
-    attention = 3 * model.heads * model.head_dim + 2 * kv_width + 2 * model.embed
-    activations = tokens * dtype.itemsize * max(attention, 3 * model.ffn + model.embed)
-    logits = _logits_bytes(model, tokens, max_num_seqs)
-    return max(activations + logits, LOGIT_COPIES * logits) + LIBRARY_BYTES
-
-
-def trial_bytes(
-    model: ModelConfig, dtype: np.dtype, max_num_batched_tokens: int, max_num_seqs: int
-) -> int:
-    """What XLA takes to try out the largest product where a program is compiled beside the pool."""
-    size, tokens = dtype.itemsize, max_num_batched_tokens
-    head = model.vocab * model.embed * size + _logits_bytes(model, tokens, max_num_seqs)
-    gate_up = size * (2 * model.ffn * model.embed + tokens * (model.embed + 2 * model.ffn))
-    return max(head, gate_up)
-
-
-def _logits_bytes(model: ModelConfig, tokens: int, max_num_seqs: int) -> int:
-    return max(max_num_seqs, min(MAX_SCORED_TOKENS, tokens)) * model.vocab * 4
-
-
 def _plan(
     config: EngineConfig,
     model: ModelConfig,
@@ -218,7 +216,10 @@ def _plan(
     share = share_of(model, config.parallel)
     page = page_bytes(share, cache.page_size, dtype)
     full = -(-model.max_len // cache.page_size)
-    most_useful = 1 + max_num_seqs * full
+    most_useful, least = 1 + max_num_seqs * full, 1 + full
+    if model.local_window is not None:
+        sizes = page, share, cache.page_size, max_num_seqs, budget
+        most_useful, least = useful_pages(*sizes), least_pages_of_one(*sizes)
     workspace = workspace_bytes(share, dtype, budget, max_num_seqs)
     trials = trial_bytes(share, dtype, budget, max_num_seqs)
     plan = MemoryPlan(
@@ -236,7 +237,7 @@ def _plan(
         page=page,
         num_pages=most_useful,
         num_scheduler_steps=_num_scheduler_steps(config, weights, device),
-        least_pages=1 + full if is_fixed else min(LEAST_PAGES, most_useful),
+        least_pages=least if is_fixed else min(LEAST_PAGES, most_useful),
     )
     if cache.num_gpu_blocks_override is not None:
         asked = cache.num_gpu_blocks_override
@@ -250,9 +251,17 @@ def _plan(
     else:
         num_pages = min(max(plan.room // page, 0), most_useful)
         plan = dataclasses.replace(plan, num_pages=num_pages)
-    if is_fixed or plan.pool_tokens >= model.max_len or not plan.fits:
+    if is_fixed or plan.concurrency >= 1 or not plan.fits:
         return plan
-    return dataclasses.replace(plan, model=dataclasses.replace(model, max_len=plan.pool_tokens))
+    length = (plan.num_pages - 1) * plan.page_size  # with all pages kept
+    if plan.pools.num_full_layers:
+        length = max(length, plan.pool_tokens)
+    if plan.pools.num_local_pages:  # planned again, for windows and shares depend on the length
+        changed = dataclasses.replace(config.model, max_model_len=length)
+        config = dataclasses.replace(config, model=changed)
+        shorter = _plan(config, model, weights, dtype, device, max_num_seqs)
+        return dataclasses.replace(shorter, wanted_len=plan.wanted_len)
+    return dataclasses.replace(plan, model=dataclasses.replace(model, max_len=length))
 
 
 def _num_scheduler_steps(config: EngineConfig, weights: int, device: DeviceMemory) -> int:

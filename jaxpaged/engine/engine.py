@@ -148,7 +148,7 @@ class Engine:
         events: list[TokenEvent] = []
         while self.steps:
             events += self._read_oldest()
-        self._grammar_rows.fill(plan, self._builder.mask_of(batch))
+        self._grammar_rows.fill(plan, self._builder.banned_of(batch))
         self.steps.start_sampling(plan, batch, logits)
         return events + self._read_oldest() if self.steps.is_full else events
 

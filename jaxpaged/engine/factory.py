@@ -20,7 +20,6 @@ from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder, default_ladder
 from jaxpaged.core.limits import SchedulerLimits
-from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.recording import RecordedScheduler
@@ -170,9 +169,9 @@ def _host_side(
 ) -> _HostSide:
     cache, sched, model = config.cache, config.scheduler, plan.model
     max_num_seqs, budget = plan.max_num_seqs, plan.max_num_batched_tokens
-    page_size, num_pages = plan.page_size, plan.num_pages
+    page_size, pools = plan.page_size, plan.pools
     pages_per_seq = -(-model.max_len // page_size)
-    pool = PagePool(num_pages, page_size)
+    pool, local = pools.make(page_size, model.local_window)
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
@@ -185,11 +184,12 @@ def _host_side(
         speculation=sched.speculation,
         **swap_limits(config, plan),
     )
-    scheduler = Scheduler(limits, pool, PrefixCache(pool))
+    scheduler = Scheduler(limits, pool, PrefixCache(pool), local)
     if sched.record is not None:
         scheduler = cast("Scheduler", RecordedScheduler(scheduler, Path(sched.record)))
     bits = {name: bit for bit, name in enumerate(processors)}
-    builder = BatchBuilder(pages_per_seq, page_size, max_num_seqs, model.vocab, bits)
+    sizes = pages_per_seq, page_size, max_num_seqs, model.vocab
+    builder = BatchBuilder(*sizes, bits, local, pools.has_both)
     return _HostSide(scheduler, builder, ladder_of(config))
 
 

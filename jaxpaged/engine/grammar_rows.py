@@ -74,12 +74,12 @@ class GrammarRows:
             for seq, samples in zip(plan.columns.seqs, plan.columns.samples, strict=True)
         )
 
-    def fill(self, plan: StepPlan, mask: np.ndarray) -> None:
-        """Narrow the rows of `mask`, u32[seqs, words], to what their grammars allow next.
+    def fill(self, plan: StepPlan, banned: np.ndarray) -> None:
+        """Ban in the rows of `banned`, u32[seqs, words], what their grammars do not allow next.
 
         All tokens before must have been read.
         """
-        rows: list[MaskRow] = []
+        rows, places = list[MaskRow](), list[int]()
         columns = plan.columns
         for i, (seq, samples) in enumerate(zip(columns.seqs, columns.samples, strict=True)):
             matcher = self._matchers.get(seq.seq_id)
@@ -90,15 +90,20 @@ class GrammarRows:
             budget, also_id = seq.request.max_tokens - len(output), None
             gate = self._gates.get(seq.seq_id)
             if gate is not None and not gate.is_undecided:
-                _narrow(mask[i], gate.mask(budget), matcher)
+                mask = ~banned[i]
+                _narrow(mask, gate.mask(budget), matcher)
+                banned[i] = ~mask
                 continue
             if gate is not None:
                 also_id = gate.opening_id(budget)
             begin = self._begins.get(seq.seq_id, 0)
             answer = output[begin:] if begin else output
-            rows.append(MaskRow(i, matcher, answer, budget, goes_on, also_id))
+            rows.append(MaskRow(len(rows), matcher, answer, budget, goes_on, also_id))
+            places.append(i)
         if rows:
+            mask = ~banned[places]
             self._filler.narrow(mask, rows)
+            banned[places] = ~mask
 
     def take(self, seq: Sequence, token_ids: tuple[int, ...]) -> "Ending | None":
         """Follow a sequence's new tokens; how it ends with them, where the grammar says so."""

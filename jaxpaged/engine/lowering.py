@@ -19,6 +19,7 @@ from jax import export
 
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.engine.executables import load_kernel_runtime
+from jaxpaged.engine.local_capacity import PoolSizes
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,10 @@ FAILED = b"failed "
 CUSTOM_CALLS = ("mosaic_gpu", "mosaic_gpu_v2", "cu_threefry2x32", "cu_threefry2x32_ffi")
 
 
-def lowering_setup(config: EngineConfig, num_pages: int, max_len: int) -> dict[str, Any]:
+def lowering_setup(config: EngineConfig, pools: PoolSizes, max_len: int) -> dict[str, Any]:
     """What a child needs to know of an engine whose sizes are settled, as JSON values."""
-    return {"config": dataclasses.asdict(config), "num_pages": num_pages, "max_len": max_len}
+    sizes = {"num_pages": pools.num_pages, "num_local_pages": pools.num_local_pages}
+    return {"config": dataclasses.asdict(config), "max_len": max_len} | sizes
 
 
 class LoweringProcesses:

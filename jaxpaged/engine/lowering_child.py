@@ -41,6 +41,7 @@ def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
         files.params,
         dataclasses.replace(files.config, max_len=setup["max_len"]),
         num_pages=setup["num_pages"],
+        num_local_pages=setup["num_local_pages"],
         page_size=config.cache.page_size,
         max_num_seqs=max_num_seqs,
         dtype=dtype,

@@ -115,7 +115,7 @@ class StepPipeline:
         if plan.page_moves:
             self.runner.move_pages(plan.page_moves)
         if plan.page_copies:
-            self.runner.copy_pages(plan.page_copies)
+            self.runner.copy_pages(plan)
         bucket = self._ladder.choose(plan)
         batch = self._builder.build(plan, bucket)
         self.num_padded_tokens += bucket.num_tokens - plan.num_tokens

@@ -21,6 +21,7 @@ from jaxpaged.core.packing import PackedLayout
 from jaxpaged.engine.executables import programs_identity
 from jaxpaged.engine.page_moves import (
     COPY_WIDTHS,
+    PageKinds,
     copy_pages,
     fetch_pages,
     page_rows,
@@ -75,6 +76,7 @@ class ProgramSource:
         params: arrays, or their shapes.
         model: `max_len` is the longest sequence.
         num_pages: of the pool, the null page included.
+        num_local_pages: likewise of layers with a window; 0 where they use the others' pages.
         dtype: of the KV.
         swaps: pages may go to host memory.
         logprobs_mode: what is told where logprobs are wanted.
@@ -96,15 +98,24 @@ class ProgramSource:
         swaps: bool = False,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         mesh: Mesh | None = None,
+        num_local_pages: int = 0,
         num_scheduler_steps: int = 1,
     ):
         self._graphdef, self._processors, self.mesh = graphdef, processors, mesh
         self._logprobs_mode: LogprobsMode = logprobs_mode
+        has_local = num_local_pages > 0
+        self.page_kinds = PageKinds(
+            tuple(has_local and kind.window is not None for kind in model.layer_kinds)
+        )
         self._layout_of = partial(
-            PackedLayout, pages_per_seq=-(-model.max_len // page_size), vocab=model.vocab
+            PackedLayout,
+            pages_per_seq=-(-model.max_len // page_size),
+            vocab=model.vocab,
+            has_local_table=self.page_kinds.has_both,
         )
         self._params = _shapes(params)
-        self._state = device_state_shapes(model, num_pages, page_size, max_num_seqs, dtype, mesh)
+        sizes = num_pages, page_size, max_num_seqs, dtype, mesh, num_local_pages
+        self._state = device_state_shapes(model, *sizes)
         self._page_programs = [("copy", width) for width in COPY_WIDTHS]
         if swaps:
             self._page_programs += itertools.product(("fetch", "store"), MOVE_WIDTHS)
@@ -160,13 +171,17 @@ class ProgramSource:
 
     def page(self, kind: str, width: int) -> Program:
         """What moves `width` pages: copy, fetch or store."""
-        pool, page_ids, name = self._state.kv_pages, self._int32(width), f"{kind} {width}"
-        rows = page_rows(pool, width)
+        pool, kinds, name = self._state.kv_pages, self.page_kinds, f"{kind} {width}"
+        both = (2,) if kinds.has_both else ()
+        rows, page_ids = page_rows(pool, width), self._int32(*both, width)
         if kind == "copy":
-            return self._program(name, copy_pages, (pool, self._int32(2, width)), pool, 0)
+            arguments = (pool, self._int32(*both, 2, width))
+            return self._program(name, partial(copy_pages, kinds=kinds), arguments, pool, 0)
         if kind == "fetch":
-            return self._program(name, fetch_pages, (pool, page_ids), rows, ())
-        return self._program(name, store_pages, (pool, rows, page_ids), pool, 0)
+            function = partial(fetch_pages, kinds=kinds)
+            return self._program(name, function, (pool, page_ids), rows, ())
+        function = partial(store_pages, kinds=kinds)
+        return self._program(name, function, (pool, rows, page_ids), pool, 0)
 
     def all_programs(self, buckets: Iterable[Bucket]) -> dict[str, Callable[[], Program]]:
         """What makes each program that these buckets need, by name; large ones first."""

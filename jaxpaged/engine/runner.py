@@ -12,7 +12,7 @@ from jaxpaged.arrays import DeviceState, Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.packing import HostBatch
-from jaxpaged.core.plan import PageMove
+from jaxpaged.core.plan import PageMove, StepPlan
 from jaxpaged.engine.page_moves import PageMover
 from jaxpaged.engine.programs import Programs
 from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, SamplerState
@@ -67,7 +67,7 @@ class Runner:
     def __init__(self, model: ModelConfig, params: Params, state: DeviceState, programs: Programs):
         self.model, self.params = model, params
         self._state, self._programs = state, programs
-        self._mover = PageMover(programs.page)
+        self._mover = PageMover(programs.page, programs.source.page_kinds)
         mesh = programs.source.mesh
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
@@ -142,9 +142,9 @@ class Runner:
         counts = program(self._state.output_counts, np.int32(slot), padded, *scalars)
         self._state = replace(self._state, output_counts=counts)
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_pages(self, plan: StepPlan) -> None:
         """Copy pages within the pool, before what is dispatched next."""
-        kv_pages = self._mover.copy(self._state.kv_pages, copies)
+        kv_pages = self._mover.copy(self._state.kv_pages, plan.page_copies, plan.local_copies)
         self._state = replace(self._state, kv_pages=kv_pages)
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:

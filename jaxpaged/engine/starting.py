@@ -48,7 +48,8 @@ def make_programs(
         loaded.graphdef,
         loaded.params,
         plan.model if placement is None else laid_out(plan.model, placement.num_shards),
-        num_pages=plan.num_pages,
+        num_pages=plan.pools.num_pages,
+        num_local_pages=plan.pools.num_local_pages,
         page_size=plan.page_size,
         max_num_seqs=plan.max_num_seqs,
         dtype=dtype,
@@ -65,7 +66,7 @@ def make_programs(
     store = ExecutableStore(folder, source.identity(), devices)
     start_processes = None
     if is_plain and placement is None:  # an export does not say how its arguments are split
-        told = lowering_setup(config, plan.num_pages, plan.model.max_len)
+        told = lowering_setup(config, plan.pools, plan.model.max_len)
         start_processes = partial(LoweringProcesses, setup=told)
     return Programs(source, store, start_processes)
 

@@ -58,9 +58,13 @@ def make_forward(graphdef: nnx.GraphDef, layout: PackedLayout) -> ForwardFunctio
     """
 
     def forward(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
-        batch = ragged_batch(layout, unpack(layout.forward, packed))
+        fields = unpack(layout.forward, packed)
+        batch = local = ragged_batch(layout, fields)
+        if layout.has_local_table:
+            table, slots = fields["local_page_table"], fields["local_slot_mapping"]
+            local = replace(batch, page_table=table, slot_mapping=slots)
         model = nnx.merge(graphdef, params)
-        hidden, state = model(batch, state)
+        hidden, state = model(batch, state, local)
         logits = model.unembed(hidden[batch.logit_rows])
         if not layout.bucket.forward_samples:
             return state, logits, jnp.zeros(0, jnp.int32)

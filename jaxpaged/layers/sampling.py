@@ -91,11 +91,12 @@ def edit_logits(
     """Apply masks, biases, penalties and processors; `counts` are rows of `output_counts`."""
     vocab = logits.shape[-1]
     token = jnp.arange(vocab) + shard_index() * vocab
-    words = edits.mask[:, token // 32]
-    allowed = (words >> (token % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1) != 0
+    words = edits.banned[:, token // 32]
+    allowed = (words >> (token % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1) == 0
     logits = jnp.where(allowed, logits, -jnp.inf)
     rows = jnp.arange(logits.shape[0])[:, None]
     bias_ids = local_ids(edits.bias_ids, vocab)
+    bias_ids = jnp.where(edits.bias_values == 0, vocab, bias_ids)  # unused ones: dropped
     logits = logits.at[rows, bias_ids].add(edits.bias_values, mode="drop")
 
     sampled = (counts >> 1).astype(jnp.int32)

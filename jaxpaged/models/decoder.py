@@ -82,12 +82,14 @@ class Decoder(nnx.Module):
         self.lm_head = None if tied else Embedding(config, scale=1.0, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, batch: RaggedBatch, state: DeviceState
+        self, batch: RaggedBatch, state: DeviceState, local: RaggedBatch | None = None
     ) -> tuple[Float[Array, "tokens embed"], DeviceState]:
         """Compute the normed hidden state of every token and write its KV.
 
-        Hidden states of padding tokens mean nothing.
+        Hidden states of padding tokens mean nothing. `local` is the batch with the page table of
+        layers with a window, where they have their own.
         """
+        local = batch if local is None else local
         x = self.embedding(input_ids(batch, state))
         added = jnp.zeros_like(x)  # and not None, so that the first layer shares its trace
         kinds, head_dim = self.config.layer_kinds, self.config.head_dim
@@ -98,7 +100,8 @@ class Decoder(nnx.Module):
             graphdef, weights = nnx.split(layer)
             params = nnx.to_pure_dict(weights)
             turn = angles[kind.rope]
-            x, added, pages = _run_layer(graphdef, params, x, added, turn, pages, batch)
+            mine = batch if kind.window is None else local
+            x, added, pages = _run_layer(graphdef, params, x, added, turn, pages, mine)
             pool.append(pages)
         return self.norm.of_sum(x, added)[0], replace(state, kv_pages=tuple(pool))
 
@@ -142,6 +145,7 @@ def device_state_shapes(
     max_num_seqs: int,
     dtype: DTypeLike,
     mesh: Mesh | None = None,
+    num_local_pages: int = 0,
 ) -> DeviceState:
     """What `init_device_state` makes, as shapes with their shardings."""
 
@@ -149,11 +153,16 @@ def device_state_shapes(
         sharding = None if mesh is None else NamedSharding(mesh, spec_of(tuple(sizes)))
         return jax.ShapeDtypeStruct(tuple(sizes.values()), dtype, sharding=sharding)
 
-    slots, heads = max_num_seqs + 1, config.kv_heads
-    page = {"kv_heads": heads, "places": page_size, "head_dim": config.head_dim}
-    one = shape(dtype, pages=num_pages, **page)
+    def pool(kind: LayerKind) -> KVPages:
+        is_local = kind.window is not None and num_local_pages > 0
+        count = num_local_pages if is_local else num_pages
+        page = {"kv_heads": config.kv_heads, "places": page_size, "head_dim": config.head_dim}
+        one = shape(dtype, pages=count, **page)
+        return KVPages(one, one)
+
+    slots = max_num_seqs + 1
     return DeviceState(
-        kv_pages=tuple(KVPages(one, one) for _ in config.layer_kinds),
+        kv_pages=tuple(pool(kind) for kind in config.layer_kinds),
         last_token_ids=shape(jnp.int32, slots=slots),
         output_counts=shape(jnp.int16, slots=slots, vocab=config.vocab),
     )
@@ -166,14 +175,15 @@ def init_device_state(
     max_num_seqs: int,
     dtype: DTypeLike,
     mesh: Mesh | None = None,
+    num_local_pages: int = 0,
 ) -> DeviceState:
     """Make an empty page pool and the slots of `max_num_seqs` sequences, plus the spare one.
 
     `num_pages` counts the null page; `dtype` is that of the KV; `config` is as it is laid out for
-    `mesh`.
+    `mesh`. `num_local_pages` are those of layers with a window, where they have their own.
     """
-    shapes = device_state_shapes(config, num_pages, page_size, max_num_seqs, dtype, mesh)
-    return empty_like(shapes)
+    sizes = num_pages, page_size, max_num_seqs, dtype, mesh, num_local_pages
+    return empty_like(device_state_shapes(config, *sizes))
 
 
 def empty_like(state: DeviceState) -> DeviceState:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import default_ladder
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
@@ -53,9 +54,10 @@ def make_limits(**changes):
     return SchedulerLimits(**fields | changes)
 
 
-def make_scheduler(num_pages=17, page_size=4, hash_bits=256, **limits):
+def make_scheduler(num_pages=17, page_size=4, hash_bits=256, window=0, num_local_pages=0, **limits):
     pool = PagePool(num_pages, page_size)
-    return Scheduler(make_limits(**limits), pool, PrefixCache(pool, hash_bits))
+    local = LocalPages(pool, window, num_local_pages) if window else None
+    return Scheduler(make_limits(**limits), pool, PrefixCache(pool, hash_bits), local)
 
 
 def add(scheduler, *seqs):
@@ -89,12 +91,29 @@ def pick(prefix, bias, allowed, penalty, sampled):
 
 
 class FakeDevice:
-    """Runs built batches in the order in which they are dispatched."""
+    """Runs built batches in the order in which they are dispatched.
 
-    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, pages_per_seq: int):
+    With `window` there are layers that see only so many tokens: all of them, where `has_both` is
+    False, so that a token depends on no more; beside others, all that these see is compared.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        pages_per_seq: int,
+        window: int = 0,
+        num_local_pages: int = 0,
+        has_both: bool = False,
+    ):
         self.page_size, self.pages_per_seq = page_size, pages_per_seq
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self.window, self.has_both = max_num_seqs, window, has_both
+        if window and not has_both:
+            num_pages = num_local_pages
         self.kv = np.full(num_pages * page_size, -1)
+        self.local_kv = np.full(num_local_pages * page_size, -1)
+        self.local_host: dict[int, np.ndarray] = {}
         self.last_token_ids = np.full(max_num_seqs + 1, -1)
         self.pick = pick
         self.host: dict[int, np.ndarray] = {}
@@ -103,14 +122,11 @@ class FakeDevice:
     def run(self, plan: StepPlan, batch: HostBatch) -> list[int]:
         for slot, token_ids, num_prompt_tokens in plan.slot_resets:
             self.sampled[slot] = Counter(token_ids[num_prompt_tokens:])
-        pages = self.kv.reshape(-1, self.page_size)
-        for move in plan.page_moves:
-            self._move(move, pages)
-        if plan.page_copies:
-            sources, targets = np.array(plan.page_copies).T
-            assert not set(sources) & set(targets)
-            pages[targets] = pages[sources]
-        layout = PackedLayout(batch.bucket, self.pages_per_seq, VOCAB)
+        all_local = self.window and not self.has_both
+        self._move_pages(plan, self.kv, self.host, is_local=all_local)
+        if self.has_both:
+            self._move_pages(plan, self.local_kv, self.local_host, is_local=True)
+        layout = PackedLayout(batch.bucket, self.pages_per_seq, VOCAB, self.has_both)
         views = layout.views(batch)
         row_of_token = np.repeat(np.arange(batch.bucket.num_seqs), np.diff(views["cu_q_lens"]))
         num_tokens = len(row_of_token)
@@ -121,6 +137,11 @@ class FakeDevice:
         assert not views["slot_mapping"][num_tokens:].any(), "padding must write to the null page"
         assert (views["slot_mapping"][:num_tokens] >= self.page_size).all()
         self.kv[views["slot_mapping"][:num_tokens]] = tokens
+        if self.has_both:
+            assert not views["local_slot_mapping"][num_tokens:].any()
+            assert (views["local_slot_mapping"][:num_tokens] >= self.page_size).all()
+            self.local_kv[views["local_slot_mapping"][:num_tokens]] = tokens
+            self._compare_kinds(views, row_of_token, views["positions"][:num_tokens])
         sampler = batch.bucket.sampler
         if batch.bucket.kind == "draft":
             ends = views["positions"][:num_tokens] + 1
@@ -128,29 +149,54 @@ class FakeDevice:
         ends = views["kv_lens"]
         return [self._sample(views, sampler, i, i, ends[i]) for i in range(len(plan.rows))]
 
-    def _move(self, move: PageMove, pages: np.ndarray) -> None:
+    def _move_pages(self, plan: StepPlan, kv: np.ndarray, host: dict, *, is_local: bool) -> None:
+        pages = kv.reshape(-1, self.page_size)
+        for move in plan.page_moves:
+            self._move(move, pages, host, list(move.local_ids if is_local else move.page_ids))
+        copies = plan.local_copies if is_local else plan.page_copies
+        if copies:
+            sources, targets = np.array(copies).T
+            assert not set(sources) & set(targets)
+            pages[targets] = pages[sources]
+        if is_local:
+            assert len(copies) == len(plan.page_copies)
+            pages[0] = -1  # pages without local ones were moved through it
+
+    def _move(self, move: PageMove, pages: np.ndarray, host: dict, page_ids: list[int]) -> None:
         if move.kind == "out":
-            assert move.seq_id not in self.host
-            self.host[move.seq_id] = pages[list(move.page_ids)].copy()
+            assert move.seq_id not in host
+            host[move.seq_id] = pages[page_ids].copy()
             return
-        kept = self.host.pop(move.seq_id)
+        kept = host.pop(move.seq_id)
         if move.kind == "in":
-            last = move.first + len(move.page_ids)
-            assert last <= len(kept) or not move.page_ids
-            pages[list(move.page_ids)] = kept[move.first : last]
+            last = move.first + len(page_ids)
+            assert last <= len(kept) or not page_ids
+            pages[page_ids] = kept[move.first : last]
+
+    def _compare_kinds(self, views, row_of_token, positions):
+        """Of the KV that each token's window holds, both kinds of pages have the same."""
+        for row, position in zip(row_of_token, positions, strict=True):
+            places = np.arange(max(position - self.window + 1, 0), position + 1)
+            indices, offsets = places // self.page_size, places % self.page_size
+            seen = [
+                kv[views[table][row, indices] * self.page_size + offsets]
+                for kv, table in ((self.kv, "page_table"), (self.local_kv, "local_page_table"))
+            ]
+            assert (seen[0] == seen[1]).all(), "a local page is wrong or was given away too soon"
 
     def _sample(self, views, sampler, i, row, end):
-        places = np.arange(end)
+        first = max(end - self.window, 0) if self.window and not self.has_both else 0
+        places = np.arange(first, end)
         pages = views["page_table"][row, places // self.page_size]
         prefix = self.kv[pages * self.page_size + places % self.page_size]
         assert (prefix >= 0).all(), "a row sees a place that was never written"
         slot = views["sample_slots"][i]
         bias, allowed, penalty = [], np.arange(VOCAB), 0.0
         if sampler in ("full", "scored"):
-            used = views["bias_ids"][i] < VOCAB
+            used = views["bias_values"][i] != 0
             bias = list(zip(views["bias_ids"][i][used], views["bias_values"][i][used], strict=True))
-            words = views["mask"][i].view(np.uint8)
-            allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")[:VOCAB])
+            words = views["banned"][i].view(np.uint8)
+            allowed = np.flatnonzero(~np.unpackbits(words, bitorder="little")[:VOCAB].astype(bool))
             penalty = views["presence_penalty"][i]
         token = self.pick(prefix.tolist(), bias, allowed, penalty, self.sampled[slot])
         self.last_token_ids[slot] = token
@@ -160,7 +206,7 @@ class FakeDevice:
 
 
 def generate_alone(
-    request: Request, max_model_len: int, pick=pick
+    request: Request, max_model_len: int, pick=pick, window: int = 0
 ) -> tuple[list[int], str, int | None]:
     """What a request gets without pages, batches or a scheduler: tokens and how it ended."""
     params, tokens = request.params, list(request.prompt_token_ids)
@@ -177,7 +223,8 @@ def generate_alone(
                 bias.append((run[-1], -np.inf))
         allowed = params.allowed_token_ids or range(VOCAB)
         sampled = set(tokens[num_prompt:])
-        token = pick(tokens, bias, list(allowed), params.presence_penalty, sampled)
+        seen = tokens[-window:]
+        token = pick(seen, bias, list(allowed), params.presence_penalty, sampled)
         tokens.append(token)
         if token in request.eos_token_ids and not params.ignore_eos:
             return tokens[num_prompt:], "stop", None
@@ -192,16 +239,22 @@ class Loop:
 
     scheduler: Scheduler
     max_in_flight: int = 2
+    has_both: bool = False  # of pages and local pages
     num_steps: int = 0
     in_flight: deque = field(default_factory=deque)
 
     def __post_init__(self):
         limits, pool = self.scheduler.limits, self.scheduler.pool
         width = -(-limits.max_model_len // pool.page_size)
-        self.builder = BatchBuilder(width, pool.page_size, limits.max_num_seqs, VOCAB, {})
+        local = self.scheduler.local
+        sizes = width, pool.page_size, limits.max_num_seqs, VOCAB
+        self.builder = BatchBuilder(*sizes, {}, local, self.has_both)
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens
         self.ladder = default_ladder("cpu", *sizes, speculation=limits.speculation)
-        self.device = FakeDevice(pool.num_pages, pool.page_size, limits.max_num_seqs, width)
+        sizes = pool.num_pages, pool.page_size, limits.max_num_seqs, width
+        if local is not None:
+            sizes += local.window, local.pool.num_pages, self.has_both
+        self.device = FakeDevice(*sizes)
 
     def step(self) -> list[Sequence]:
         """Dispatch a step, then commit the oldest one that the device was given before."""

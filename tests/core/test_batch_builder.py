@@ -103,11 +103,11 @@ def test_edits_stand_in_the_rows_that_sample():
     assert views["repetition_penalty"].tolist() == [2, 1, 1, 1]
     assert views["counts_row"].tolist() == [1, 0, 0, 0]
     assert views["processors"].tolist() == [0, 10, 10, 0]
-    used = views["bias_ids"] != VOCAB
+    used = views["bias_values"] != 0
     assert np.argwhere(used).tolist() == [[1, 0]]
     assert (views["bias_ids"][1, 0], views["bias_values"][1, 0]) == (3, 1.5)
-    assert views["mask"][1].tolist() == [1, 2]
-    assert (views["mask"][[0, 2, 3]] == 2**32 - 1).all()
+    assert (~views["banned"][1]).tolist() == [1, 2]
+    assert not views["banned"][[0, 2, 3]].any()
 
 
 def test_scored_rows_name_the_next_token_of_the_prompt():
@@ -140,7 +140,7 @@ def test_a_slot_with_a_new_owner_keeps_nothing_of_the_old_one():
     views = build(plan, mixed("full"), builder)
     assert views["page_table"][1].tolist() == new.page_ids + [0] * (PAGES_PER_SEQ - 1)
     assert views["temperature"][1] == 0
-    assert (views["bias_ids"][1] == VOCAB).all()
+    assert not views["bias_values"][1].any()
 
 
 def test_a_batch_is_not_written_again_by_later_ones():

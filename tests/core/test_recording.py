@@ -13,7 +13,7 @@ from tests.core.fake_device import Loop, make_scheduler, make_sequence
 from tests.core.test_schedule_workloads import MAX_LEN, PAGES_OF_LONGEST, Job, sequences_of
 
 
-def record_storm(file: Path, policy="fcfs"):
+def record_storm(file: Path, policy="fcfs", window=0):
     """A preemption storm with penalties, stops, two salts, an abort and a reset, recorded."""
     options = [
         {"presence_penalty": 0.5},
@@ -30,6 +30,8 @@ def record_storm(file: Path, policy="fcfs"):
         max_num_seqs=8,
         max_model_len=MAX_LEN,
         scheduling_policy=policy,
+        window=window,
+        num_local_pages=7,
     )
     loop = Loop(RecordedScheduler(scheduler, file))
     for i, seq in enumerate(chain(*sequences_of(jobs, ((3, 4),)))):
@@ -43,10 +45,12 @@ def record_storm(file: Path, policy="fcfs"):
     return loop
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "sjf"])
-def test_a_recorded_storm_is_planned_the_same_again(tmp_path, policy, capsys):
+@pytest.mark.parametrize(
+    ("policy", "window"), [("fcfs", 0), ("fcfs", 6), ("priority", 0), ("fair", 0), ("sjf", 0)]
+)
+def test_a_recorded_storm_is_planned_the_same_again(tmp_path, policy, window, capsys):
     file = tmp_path / "run.jsonl"
-    loop = record_storm(file, policy)
+    loop = record_storm(file, policy, window)
     found = replay(file)
     assert found.mismatch is None
     assert found.num_plans == loop.num_steps

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.core.local_pages import most_of_decode
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.sequence import SeqState
 from tests.core.fake_device import (
@@ -71,7 +72,12 @@ def jobs(draw):
 
 @st.composite
 def limits(draw):
+    window = draw(st.sampled_from([0, 0, 0, 1, 4, 6, 13]))
+    fewest_local = 2 + most_of_decode(window, PAGE_SIZE)
     return {
+        "window": window,
+        "num_local_pages": draw(st.integers(fewest_local, 3 * fewest_local)),
+        "has_both": draw(st.booleans()) if window else False,
         "max_num_seqs": draw(st.integers(1, 5)),
         "max_num_batched_tokens": draw(st.integers(1, 24)),
         "max_model_len": MAX_LEN,
@@ -119,7 +125,9 @@ def sequences_of(jobs, banned_runs=()):
 
 
 def run_jobs(jobs, seqs, limits, max_in_flight):
-    loop = Loop(make_scheduler(page_size=PAGE_SIZE, **limits), max_in_flight)
+    limits = dict(limits)
+    has_both = limits.pop("has_both", False)
+    loop = Loop(make_scheduler(page_size=PAGE_SIZE, **limits), max_in_flight, has_both)
     for step in range(3000):
         for job, answers in zip(jobs, seqs, strict=True):
             if job.arrives_after == step:
@@ -139,12 +147,14 @@ def check_workload(jobs, limits, max_in_flight, banned_runs):
     loop = run_jobs(jobs, seqs, limits, max_in_flight)
     seqs = list(chain(*seqs))
     for seq in seqs:
-        tokens, reason, stop_reason = generate_alone(seq.request, MAX_LEN)
+        window = limits["window"] if not limits["has_both"] else 0
+        tokens, reason, stop_reason = generate_alone(seq.request, MAX_LEN, window=window)
         if seq.finish_reason == "abort":
             assert seq.output_token_ids == tokens[: len(seq.output_token_ids)]
         else:
             assert outcome(seq) == (tokens, reason, stop_reason)
     assert loop.scheduler.pool.num_held == 0
+    assert loop.scheduler.local is None or loop.scheduler.local.pool.num_held == 0
     assert loop.scheduler.num_preemptions == sum(seq.num_preemptions for seq in seqs)
 
 

@@ -1,7 +1,6 @@
 import re
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from jaxpaged.engine.capacity import plan_memory, tree_bytes
 from jaxpaged.engine.memory import GIB, DeviceMemory, named_device
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import paged_attention
-from jaxpaged.models.decoder import init_device_state
+from jaxpaged.models.decoder import device_state_shapes
 from jaxpaged.weights.loader import abstract_model
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -58,9 +57,7 @@ def test_weights_are_counted_from_shapes_alone():
 def test_slots_and_pages_are_counted_as_the_device_state_has_them():
     model = replace(LLAMA3_8B, layer_kinds=LLAMA3_8B.layer_kinds[:2])
     found = plan("--max-num-seqs", "4", "--num-gpu-blocks-override", "9", model=model)
-    state = jax.eval_shape(
-        lambda: init_device_state(model, found.num_pages, found.page_size, 4, jnp.bfloat16)
-    )
+    state = device_state_shapes(model, found.num_pages, found.page_size, 4, jnp.bfloat16)
     assert tree_bytes(state.kv_pages) == found.num_pages * found.page
     assert tree_bytes(state.output_counts) == found.slots
 
@@ -165,3 +162,51 @@ def test_a_gpu_is_known_by_name_or_size(name, gibibytes):
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(ConfigError, match=r"--gpu is 'potato', known are A10, .*H200"):
         named_device("potato")
+
+
+def windowed(window, every, num_layers=48):
+    """Llama's layers, of which all but every `every`-th see a window."""
+    kind = LLAMA3_8B.layer_kinds[0]
+    kinds = [
+        replace(kind, window=None if (i + 1) % every == 0 else window) for i in range(num_layers)
+    ]
+    return replace(LLAMA3_8B, layer_kinds=tuple(kinds), max_len=131_072)
+
+
+def test_windows_let_more_long_sequences_run_together():
+    flags = "--max-num-seqs", "64", "--num-gpu-blocks-override", "20000"
+    local = windowed(1024, 6)
+    kept = replace(local, layer_kinds=(local.layer_kinds[-1],) * local.num_layers)
+    found, whole = plan(*flags, model=local), plan(*flags, model=kept)
+    assert whole.concurrency == pytest.approx(19_999 / 8192)
+    assert found.concurrency > 3 * whole.concurrency
+    pools, layer = found.pools, found.page // local.num_layers
+    taken = layer * (8 * pools.num_pages + 40 * pools.num_local_pages)
+    assert 0 <= 20_000 * found.page - taken < found.page
+    sizes = pools.num_pages, found.page_size, 64, jnp.bfloat16
+    state = device_state_shapes(local, *sizes, num_local_pages=pools.num_local_pages)
+    assert tree_bytes(state.kv_pages) == taken
+    text = "\n".join(found.lines())
+    assert f"and {pools.num_local_pages - 1} in 40 layers with a window of 1024 tokens" in text
+
+
+def test_where_every_layer_has_a_window_the_context_costs_nothing():
+    mistral = windowed(4096, 1000, 32)
+    found = plan("--max-num-seqs", "32", "--num-gpu-blocks-override", "8300", model=mistral)
+    assert found.pools.num_local_pages == 8300
+    assert found.concurrency == pytest.approx(8299 / 257)
+    short = plan("--max-model-len", "4096", "--num-gpu-blocks-override", "8300", model=mistral)
+    assert (short.pools.num_pages, short.pools.num_local_pages) == (8300, 0)
+
+
+@pytest.mark.parametrize("every", [6, 1000])
+@pytest.mark.parametrize("blocks", [3, 40, 70, 100, 700, 3000, 9000])
+def test_the_longest_sequence_finds_pages_of_both_kinds_whatever_the_memory(every, blocks):
+    model = windowed(1024, every)
+    found = plan("--kv-cache-memory-bytes", str(blocks * plan(model=model).page), model=model)
+    assert found.fits
+    assert found.model.max_len > 0
+    if every == 1000 and blocks > 67:
+        assert found.model.max_len == 131_072
+    assert found.concurrency >= 1
+    assert found.model.max_len >= (blocks - 1) * 16 or found.model.max_len == 131_072

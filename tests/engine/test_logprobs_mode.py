@@ -22,7 +22,6 @@ def told(mode: str, sampler: str):
     views["top_k"][:] = [2, 0]
     for name in ("top_p", "repetition_penalty"):
         views[name][:] = 1
-    views["mask"][:] = 2**32 - 1
     views["told_ids"][:, 0] = -1
     views["bias_ids"][:] = VOCAB
     views["bias_ids"][1, 0], views["bias_values"][1, 0] = LOGITS[1].argmax(), -50.0

@@ -49,9 +49,9 @@ def allowed_next(rows: GrammarRows, seq: Sequence) -> list[int]:
     columns = SimpleNamespace(seqs=[seq], samples=[True])
     plan: Any = SimpleNamespace(columns=columns)
     assert rows.is_in(plan)
-    mask = np.full((1, VOCAB // 32), 0xFFFFFFFF, np.uint32)
-    rows.fill(plan, mask)
-    return np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")).tolist()
+    banned = np.zeros((1, VOCAB // 32), np.uint32)
+    rows.fill(plan, banned)
+    return np.flatnonzero(np.unpackbits(~banned[0].view(np.uint8), bitorder="little")).tolist()
 
 
 def answer(inputs: InputProcessor, seq: Sequence, rng: np.random.Generator, liked: tuple) -> bytes:

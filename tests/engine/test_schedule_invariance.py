@@ -122,17 +122,36 @@ def test_a_storm_of_preemptions_changes_nothing_by_recompute_or_by_swap(parts_r)
         assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
-def test_a_warm_prefix_gives_the_tokens_of_a_cold_one(parts_r, length):
-    prompt = [(3 * i) % 250 for i in range(length)]
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-    engine = TinyEngine(parts_r)
-    cold = engine.generate([prompt], [params])[0]
-    warm = engine.generate([prompt] * 3, [params] * 3)
-    assert cold.num_cached_tokens == 0
-    for output in warm:
-        assert output.outputs[0].token_ids == cold.outputs[0].token_ids
-        assert output.num_cached_tokens == (length - 1) // PAGE_SIZE * PAGE_SIZE
+@pytest.mark.parametrize("hash_bits", [256, 4])
+def test_a_prompt_gets_its_tokens_cold_warm_eight_at_once_evicted_and_swapped(parts_r, hash_bits):
+    random = np.random.default_rng(5)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+    fields = {"preemption_mode": "swap", "num_host_pages": 64, "hash_bits": hash_bits}
+    engine, tally = TinyEngine(parts_r, num_pages=1 + 9, **fields), Tally()
+
+    def others(count):
+        return [random.integers(0, 255, 40).tolist() for _ in range(count)]
+
+    def run(prompts):
+        return engine.generate(prompts, [params] * len(prompts))
+
+    for length in (15, 16, 17, 31, 32, 33):
+        prompt = random.integers(0, 255, length).tolist()
+        (cold,) = run([prompt])
+        assert cold.num_cached_tokens == 0
+        found = [run([prompt])[0], *run([prompt] * 8)]
+        if hash_bits == 256:
+            cached = {output.num_cached_tokens for output in found}
+            assert cached == {(length - 1) // PAGE_SIZE * PAGE_SIZE}
+        run(others(4))
+        (evicted,) = run([prompt])
+        assert evicted.num_cached_tokens == 0
+        num_swaps = engine.scheduler.tier.num_swaps
+        swapped = run([*others(2), prompt])[2]
+        assert engine.scheduler.tier.num_swaps > num_swaps
+        for output in (*found, evicted, swapped):
+            compare(output, cold, tally)
+    assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
 
 
 def test_the_tokens_of_different_prompts_differ(parts_r):

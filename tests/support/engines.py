@@ -15,6 +15,7 @@ from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.core.limits import PreemptionMode, SchedulerLimits
+from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -70,13 +71,18 @@ class TinyEngine:
     num_host_pages: int = 0
     poison: bool = True
     speculation: Speculation | None = None
+    num_local_pages: int = 0  # of a model with windows; 0: as many as planned
     engine: Engine = field(init=False)
 
     def __post_init__(self):
         runner, model = self.parts.engine.runner, self.parts.model
         if self.poison:
             poison_pages(runner)
-        pool = PagePool(self.num_pages, PAGE_SIZE)
+        pool, local, pools = PagePool(self.num_pages, PAGE_SIZE), None, self.parts.plan.pools
+        if pools.num_local_pages:
+            count = self.num_local_pages or pools.num_local_pages
+            local = LocalPages(pool, model.local_window, count)
+        sizes = -(-model.max_len // PAGE_SIZE), PAGE_SIZE, MAX_NUM_SEQS, model.vocab
         limits = SchedulerLimits(
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=self.token_budget,
@@ -91,8 +97,8 @@ class TinyEngine:
         )
         self.engine = Engine(
             runner,
-            Scheduler(limits, pool, PrefixCache(pool, self.hash_bits)),
-            BatchBuilder(-(-model.max_len // PAGE_SIZE), PAGE_SIZE, MAX_NUM_SEQS, model.vocab, {}),
+            Scheduler(limits, pool, PrefixCache(pool, self.hash_bits), local),
+            BatchBuilder(*sizes, {}, local, pools.has_both),
             LADDER,
             self.parts.tokenizer,
             EngineMetrics("tiny", model.max_len),

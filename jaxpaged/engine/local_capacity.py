@@ -1,0 +1,104 @@
+"""How a pool's memory is shared between layers that see all and layers with a window."""
+
+from dataclasses import dataclass
+
+from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.core.local_pages import MOST_CHUNK, LocalPages, most_of_decode
+from jaxpaged.core.page_pool import PagePool
+
+# windows of context at which both kinds of pages are used up together: in longer sequences local
+# pages are left over, in shorter ones pages
+EVEN_AT_WINDOWS = 8
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Pages of both kinds, null pages included; without windows there are no local ones.
+
+    Where every layer has a window, a page takes no memory: it only stands for its tokens.
+    """
+
+    num_pages: int
+    num_local_pages: int
+    num_full_layers: int
+    local_pages_of_one: int  # that a decoding sequence holds at most
+
+    @property
+    def has_both(self) -> bool:
+        return self.num_local_pages > 0 and self.num_full_layers > 0
+
+    def make(self, page_size: int, window: int | None) -> tuple[PagePool, LocalPages | None]:
+        """The bookkeeping of such pools."""
+        pool = PagePool(self.num_pages, page_size)
+        if window is None:
+            return pool, None
+        return pool, LocalPages(pool, window, self.num_local_pages)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Bytes and counts of pages for one sequence."""
+
+    page: int  # bytes, in the layers that see all
+    local_page: int
+    full: int  # pages of the longest sequence
+    window: int  # local pages of one that decodes
+    chunk: int  # and more of one whose prompt is being computed
+
+    @classmethod
+    def of(cls, page: int, model: ModelConfig, page_size: int, budget: int) -> "_Shape":
+        assert model.local_window is not None
+        layer, full = page // model.num_layers, -(-model.max_len // page_size)
+        local = layer * model.num_local_layers
+        window = min(most_of_decode(model.local_window, page_size), full)
+        chunk = -(-min(budget, max(MOST_CHUNK, model.local_window)) // page_size)
+        return cls(page - local, local, full, window, min(chunk, full))
+
+    @property
+    def least_local(self) -> int:
+        """For one sequence in chunks of a page, the null page included."""
+        return 1 + min(self.window + 1, self.full)
+
+    def bytes_of(self, num_pages: int, num_local: int) -> int:
+        return num_pages * self.page + num_local * self.local_page
+
+
+def share_pool(
+    memory: int, page: int, model: ModelConfig, page_size: int, max_num_seqs: int, budget: int
+) -> PoolSizes:
+    """Pages of both kinds in so much memory; `page` are a page's bytes in all layers."""
+    if model.local_window is None:
+        return PoolSizes(memory // page, 0, model.num_layers, 0)
+    shape = _Shape.of(page, model, page_size, budget)
+    num_full_layers = model.num_layers - model.num_local_layers
+    if not num_full_layers:
+        num_local = memory // shape.local_page
+        num_pages = 1 + max_num_seqs * shape.full + num_local
+        return PoolSizes(num_pages, num_local, 0, shape.window)
+    even = min(shape.full, EVEN_AT_WINDOWS * shape.window)
+    spare = memory - shape.bytes_of(1, 1 + shape.chunk)
+    num_even = max(spare, 0) / shape.bytes_of(even, shape.window)
+    num_local = 1 + shape.chunk + int(min(num_even, max_num_seqs) * shape.window)
+    # the longest sequence must find both
+    most = (memory - shape.bytes_of(1 + shape.full, 0)) // shape.local_page
+    num_local = max(min(num_local, most), shape.least_local)
+    num_pages = (memory - shape.bytes_of(0, num_local)) // shape.page
+    num_pages = max(min(num_pages, 1 + max_num_seqs * shape.full), 1)
+    return PoolSizes(num_pages, num_local, num_full_layers, shape.window)
+
+
+def useful_pages(
+    page: int, model: ModelConfig, page_size: int, max_num_seqs: int, budget: int
+) -> int:
+    """What all sequences could use together at most, in pages of all layers."""
+    shape = _Shape.of(page, model, page_size, budget)
+    each = shape.bytes_of(shape.full, min(shape.window + shape.chunk, shape.full))
+    return -(-(shape.bytes_of(1, 1) + max_num_seqs * each) // page)
+
+
+def least_pages_of_one(
+    page: int, model: ModelConfig, page_size: int, max_num_seqs: int, budget: int
+) -> int:
+    """What the longest sequence needs alone, computed in chunks of a page."""
+    shape = _Shape.of(page, model, page_size, budget)
+    return -(-shape.bytes_of(1 + shape.full, shape.least_local) // page)
