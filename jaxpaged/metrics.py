@@ -54,6 +54,9 @@ class EngineLoad:
     num_compilations: int
 
 
+NO_LOAD = EngineLoad(0, 0, 0.0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True)
 class _Speculation:
     drafts: Counter
@@ -70,7 +73,7 @@ class EngineMetrics:
 
     def __init__(self, model_name: str, max_model_len: int, engine: int = 0):
         self.registry = CollectorRegistry()
-        self.load = EngineLoad(0, 0, 0.0, 0, 0, 0, 0)
+        self.load = NO_LOAD
         self._speculation: _Speculation | None = None
         self._labels = {"model_name": model_name, "engine": str(engine)}
         lengths = _one_two_five(max_model_len)

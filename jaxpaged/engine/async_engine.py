@@ -1,13 +1,9 @@
 """`AsyncLLM`: the engine in a thread of its own, its answers as async iterators."""
 
 import asyncio
-import faulthandler
 import functools
 import logging
-import threading
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,6 +12,7 @@ from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Pin, Request, TokenEvent
 from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.control import EngineControl
+from jaxpaged.engine.engine_thread import EngineThread
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.grammar_rows import compile_grammar
 from jaxpaged.engine.inbox import EventSink, Sinks
@@ -41,19 +38,18 @@ class AsyncLLM(ServedEngine):
     def __init__(self, parts: EngineParts):
         super().__init__(parts.inputs, parts.template, Sinks())
         self._parts, self._engine = parts, parts.engine
-        self._commands: deque[Callable[[], object]] = deque()
-        self._wake = threading.Condition()
         self._arriving: dict[str, int] = {}  # prompt tokens by request, until the engine has them
         self._asked: set[asyncio.Future[Any]] = set()  # controls that wait for their answer
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._error: BaseException | None = None
-        self._closing = False
-        self._busy_since = time.monotonic()  # when the thread last woke from having nothing to do
         self._control = EngineControl(parts)
         # where set, is told a step's events by the engine's thread, instead of the requests' sinks
         self.on_events: Callable[[list[TokenEvent]], None] | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(
+            "engine",
+            parts.engine,
+            self._deliver,
+            self._fail_all,
+            lambda error: ran_out(parts.plan, error),
+        )
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, show_progress: bool = False) -> "AsyncLLM":
@@ -93,14 +89,12 @@ class AsyncLLM(ServedEngine):
 
     @property
     def is_running(self) -> bool:
-        return self._error is None and not self._closing and self._thread.is_alive()
+        return self._thread.is_running
 
     @property
     def seconds_without_progress(self) -> float:
         """Since a step was last read while there is work to do; 0 while idle."""
-        if not self._engine.has_work:
-            return 0.0
-        return max(0.0, time.monotonic() - max(self._engine.last_step_time, self._busy_since))
+        return self._thread.seconds_without_progress
 
     async def explanation(self, request_id: str) -> dict[str, Any] | None:
         """What became of a request: an open one, or one of the last that asked to be explained."""
@@ -149,20 +143,19 @@ class AsyncLLM(ServedEngine):
         self._check_capacity(len(ids))
         if request.request_id in self._sinks:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
-        self._loop = asyncio.get_running_loop()
         self._sinks[request.request_id] = sink
         self._arriving[request.request_id] = len(ids)
-        self._send(lambda: self._add(request))
+        self._thread.send(lambda: self._add(request))
         return request, text
 
     def release(self, request_id: str, *, is_finished: bool) -> None:
         """Forget a request that was submitted; one that has not finished is aborted."""
         self._sinks.pop(request_id, None)
         if not is_finished:
-            self._send(lambda: self._engine.abort(request_id))
+            self._thread.send(lambda: self._engine.abort(request_id))
 
     async def _abort(self, request_id: str) -> None:
-        self._send(lambda: self._deliver(self._engine.abort(request_id)))
+        self._thread.send(lambda: self._deliver(self._engine.abort(request_id)))
 
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, run by the engine's thread between two steps.
@@ -171,11 +164,12 @@ class AsyncLLM(ServedEngine):
             RequestError: it cannot be done now.
             EngineStopped: nobody is there to do it.
         """
-        self._check_running()
-        self._loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = self._loop.create_future()
+        self._thread.check_running()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked.add(future)
-        self._send(lambda: self._control.answer(method, arguments, future, self._tell))
+        self._thread.send(
+            lambda: self._control.answer(method, arguments, future, self._thread.tell)
+        )
         try:
             return await future
         finally:
@@ -183,28 +177,19 @@ class AsyncLLM(ServedEngine):
 
     def give_up(self, reason: str) -> None:
         """Fail all that is open, and write the stacks of all threads to stderr."""
-        faulthandler.dump_traceback(all_threads=True)
-        self._error = self._error or EngineStopped(reason)
-        self._fail_all()
+        self._thread.give_up(reason)
 
     def stop(self) -> None:
         """Stop the thread after its present step; the engine itself can be used again."""
-        self._closing = True
-        with self._wake:
-            self._wake.notify()
-        self._thread.join()
+        self._thread.stop()
 
     def close(self) -> None:
         """Stop the thread after its present step and free the device."""
         self.stop()
         self._engine.runner.close()
 
-    def _check_running(self) -> None:
-        if not self.is_running:
-            raise EngineStopped(f"the engine has stopped: {self._error or 'closed'}")
-
     def _check_capacity(self, num_tokens: int) -> None:
-        self._check_running()
+        self._thread.check_running()
         if self._control.sleeps:
             raise CapacityError("the engine sleeps: POST /wake_up first")
         settings = self._parts.config.scheduler
@@ -224,49 +209,21 @@ class AsyncLLM(ServedEngine):
         self.metrics.rejected(setting)
         raise QueueFull(text, retry_after_s=RETRY_AFTER_S)
 
-    def _send(self, command: Callable[[], object]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
     def _add(self, request: Request) -> None:
         try:
             self._engine.add(request)
         except (RequestError, CapacityError) as error:
-            self._tell(lambda error=error: self.fail(request.request_id, error))
+            self._thread.tell(lambda error=error: self.fail(request.request_id, error))
         finally:
             del self._arriving[request.request_id]
-
-    def _run(self) -> None:
-        """The engine's thread: commands, a step, its events; sleeps when there is nothing to do."""
-        try:
-            while not self._closing:
-                with self._wake:
-                    while not (self._commands or self._engine.has_work or self._closing):
-                        self._wake.wait()
-                        self._busy_since = time.monotonic()
-                while self._commands:
-                    self._commands.popleft()()
-                if self._engine.has_work and not self._closing:
-                    self._deliver(self._engine.step())
-        except BaseException as error:
-            log.exception("the engine has stopped")
-            self._error = ran_out(self._parts.plan, error) or error
-            self._tell(self._fail_all)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         if events and self.on_events is not None:
             self.on_events(events)
         elif events:
-            self._tell(functools.partial(self._sinks.deliver, events))
+            self._thread.tell(functools.partial(self._sinks.deliver, events))
 
-    def _tell(self, function: Callable[[], None]) -> None:
-        """Run `function` in the callers' event loop: one message a step."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
-
-    def _fail_all(self) -> None:
-        stopped = EngineStopped(f"the engine has stopped: {self._error}")
+    def _fail_all(self, stopped: EngineStopped) -> None:
         self._sinks.fail_all(stopped)
         for future in self._asked:
             if not future.done():

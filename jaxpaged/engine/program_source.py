@@ -107,7 +107,7 @@ class ProgramSource:
         self.page_kinds = PageKinds(
             tuple(has_local and kind.window is not None for kind in model.layer_kinds)
         )
-        self._layout_of = partial(
+        self.layout = partial(
             PackedLayout,
             pages_per_seq=-(-model.max_len // page_size),
             vocab=model.vocab,
@@ -136,18 +136,15 @@ class ProgramSource:
         return empty_like(self._state)
 
     def forward(self, bucket: Bucket) -> Program:
-        layout = self._layout_of(bucket)
+        layout = self.layout(bucket)
         function = make_forward(self._graphdef, layout)
         arguments = (self._params, self._state, self._int32(layout.forward_size))
         result, options = (self._state, LOGITS, WHOLE), _options(bucket)
         return self._program(bucket.forward_name, function, arguments, result, 1, options)
 
-    def layout(self, bucket: Bucket) -> PackedLayout:
-        return self._layout_of(bucket)
-
     def chain(self, bucket: Bucket, num_steps: int) -> Program:
         """Several whole steps in a row."""
-        layout, name = self._layout_of(bucket), bucket.chain_name(num_steps)
+        layout, name = self.layout(bucket), bucket.chain_name(num_steps)
         sample = make_sample(layout, self._processors, self._logprobs_mode)
         forward = make_forward(self._graphdef, layout)
         function = make_chain(forward, sample if bucket.needs_sampling else None, layout)
@@ -155,7 +152,7 @@ class ProgramSource:
         return self._program(name, function, arguments, (self._state, WHOLE), 1, _options(bucket))
 
     def sample(self, bucket: Bucket) -> Program:
-        layout = self._layout_of(bucket)
+        layout = self.layout(bucket)
         counts = self._state.output_counts
         state = SamplerState(self._state.last_token_ids, self._state.output_counts)
         shape = (bucket.num_logits, counts.shape[1])

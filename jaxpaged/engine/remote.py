@@ -5,12 +5,7 @@ message. Knows no device and never imports JAX.
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import signal
-import socket
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Awaitable
@@ -20,21 +15,18 @@ from typing import Any, NamedTuple
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Pin, Request
-from jaxpaged.engine.connection import EngineConnection
+from jaxpaged.engine.engine_process import EngineProcess, with_place
 from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.engine.texts import template_for, tokenizer_for
-from jaxpaged.engine.wire import Call, Ready, Release, Start, Submit
-from jaxpaged.errors import EngineStopped, RequestError
+from jaxpaged.engine.wire import Release, Start, Submit
+from jaxpaged.errors import RequestError
 from jaxpaged.metrics import EngineLoad
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer
-from jaxpaged.weights.resolve import find_checkpoint
 
 WORKER = "jaxpaged.engine.worker"
-CLOSE_S = 4.0  # for the process to end by itself
-DUMP_S = 0.5  # likewise, for one that hangs: enough to write its stacks
 SILENCE_S = 2.0  # without a sign of life before it counts as standing still
 
 
@@ -57,15 +49,6 @@ class Order(NamedTuple):
     pin: Pin | None
 
 
-async def with_place(config: EngineConfig) -> EngineConfig:
-    """The configuration with its model found, or fetched, and named."""
-    given = config.model
-    found = await asyncio.to_thread(find_checkpoint, given.model, given.load_format, given.revision)
-    names = given.served_model_name or (given.model,)
-    model = dataclasses.replace(given, model=str(found.path), served_model_name=names)
-    return dataclasses.replace(config, model=model)
-
-
 def replica_config(config: EngineConfig, index: int) -> EngineConfig:
     """The configuration of one replica, with devices of its own."""
     return dataclasses.replace(config, parallel=config.parallel.replica(index))
@@ -81,20 +64,11 @@ async def load_texts(config: EngineConfig) -> FrontTexts:
 class RemoteLLM(ServedEngine):
     """Serves many callers of one event loop, in which it is made and used."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        sock: socket.socket,
-        connection: EngineConnection,
-        ready: Ready,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-    ):
-        inputs = InputProcessor(tokenizer, ready.vocab, ready.max_model_len, 0, ())
-        super().__init__(inputs, template, connection.sinks)
-        self._process, self._sock, self._connection = process, sock, connection
-        self._ready = ready
-        self._patience_s = CLOSE_S
+    def __init__(self, process: EngineProcess, texts: FrontTexts):
+        self._process, self._connection = process, process.connection
+        self._ready = ready = process.ready
+        inputs = InputProcessor(texts.tokenizer, ready.vocab, ready.max_model_len, 0, ())
+        super().__init__(inputs, texts.template, process.connection.sinks)
 
     @classmethod
     async def start(
@@ -120,22 +94,8 @@ class RemoteLLM(ServedEngine):
         cls, start: Start, texts: Awaitable[FrontTexts], module: str = WORKER
     ) -> "RemoteLLM":
         """As `start`, of a model whose place is known, and whose texts are being loaded."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()]
-            )
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(EngineConnection, sock=ours)
-        try:
-            connection.send(start)
-            tokenizer, template = await texts
-            ready = await connection.ready
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        return cls(process, ours, connection, ready, tokenizer, template)
+        process, found = await EngineProcess.open(module, start, texts)
+        return cls(process, found)
 
     @property
     def load(self) -> EngineLoad:
@@ -162,7 +122,7 @@ class RemoteLLM(ServedEngine):
 
     @property
     def is_running(self) -> bool:
-        return self._connection.error is None
+        return self._process.is_running
 
     @property
     def seconds_without_progress(self) -> float:
@@ -179,11 +139,11 @@ class RemoteLLM(ServedEngine):
 
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return await self._call("metrics_text")
+        return await self._process.call("metrics_text")
 
     async def explanation(self, request_id: str) -> dict[str, Any] | None:
         """What became of a request, as `AsyncLLM.explanation` tells it."""
-        return await self._call("explanation", request_id)
+        return await self._process.call("explanation", request_id)
 
     async def submit(
         self,
@@ -250,30 +210,14 @@ class RemoteLLM(ServedEngine):
             self._connection.send(Release(request_id, is_finished))
 
     async def _abort(self, request_id: str) -> None:
-        await self._call("abort", request_id)
+        await self._process.call("abort", request_id)
 
     async def control(self, method: str, *arguments: Any) -> Any:
         """A method of `EngineControl`, done by the engine between two steps."""
-        return await self._call("control", method, *arguments)
+        return await self._process.call("control", method, *arguments)
 
     def give_up(self, reason: str) -> None:
-        """Fail all that is open, and have the process write its stacks to stderr, then end."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGUSR1)  # works also in a hang of native code
-            self._patience_s = DUMP_S
-        self._connection.fail(EngineStopped(reason))
+        self._process.give_up(reason)
 
     def close(self) -> None:
-        """End the process; by force where it does not end itself."""
-        with contextlib.suppress(OSError):  # closed already
-            self._sock.shutdown(socket.SHUT_RDWR)
-        try:
-            self._process.wait(self._patience_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        call_id, answer = self._connection.next_call()
-        self._connection.send(Call(call_id, method, list(arguments)))
-        return await answer
+        self._process.close()

@@ -22,6 +22,7 @@ from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.dispatcher import Dispatcher
+from jaxpaged.engine.engine_process import with_place
 from jaxpaged.engine.inbox import EventSink, Sinks
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.picture import EnginePicture, join_pictures
@@ -32,7 +33,6 @@ from jaxpaged.engine.remote import (
     RemoteLLM,
     load_texts,
     replica_config,
-    with_place,
 )
 from jaxpaged.engine.replica import Replica, ReplicaPolicy
 from jaxpaged.engine.replica_metrics import ReplicaMetrics, merge_texts

@@ -147,7 +147,10 @@ def device_state_shapes(
     mesh: Mesh | None = None,
     num_local_pages: int = 0,
 ) -> DeviceState:
-    """What `init_device_state` makes, as shapes with their shardings."""
+    """What `init_device_state` makes, as shapes with their shardings.
+
+    `num_local_pages` are those of layers with a window, where they have their own.
+    """
 
     def shape(dtype: DTypeLike, **sizes: int) -> Any:
         sharding = None if mesh is None else NamedSharding(mesh, spec_of(tuple(sizes)))
@@ -175,15 +178,14 @@ def init_device_state(
     max_num_seqs: int,
     dtype: DTypeLike,
     mesh: Mesh | None = None,
-    num_local_pages: int = 0,
 ) -> DeviceState:
     """Make an empty page pool and the slots of `max_num_seqs` sequences, plus the spare one.
 
     `num_pages` counts the null page; `dtype` is that of the KV; `config` is as it is laid out for
-    `mesh`. `num_local_pages` are those of layers with a window, where they have their own.
+    `mesh`.
     """
-    sizes = num_pages, page_size, max_num_seqs, dtype, mesh, num_local_pages
-    return empty_like(device_state_shapes(config, *sizes))
+    shapes = device_state_shapes(config, num_pages, page_size, max_num_seqs, dtype, mesh)
+    return empty_like(shapes)
 
 
 def empty_like(state: DeviceState) -> DeviceState:

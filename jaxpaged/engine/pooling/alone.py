@@ -10,7 +10,7 @@ from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError
-from jaxpaged.metrics import EngineLoad
+from jaxpaged.metrics import NO_LOAD, EngineLoad
 
 
 class NoGeneration(ServedEngine):
@@ -24,7 +24,7 @@ class NoGeneration(ServedEngine):
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(0, 0, 0.0, 0, 0, 0, 0)
+        return NO_LOAD
 
     @property
     def vocab(self) -> int:
