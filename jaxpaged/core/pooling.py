@@ -195,7 +195,10 @@ def _rows_step(bucket: RowBucket, rows: Sequence[Sequence[Text]]) -> HostStep:
 
 @dataclass(frozen=True)
 class TokenBucket:
-    """A ragged batch over pages: `num_tokens` of `num_texts` texts."""
+    """A ragged batch over pages: `num_tokens` of `num_texts` texts.
+
+    A text's pages follow one another, so that its first one says them all.
+    """
 
     num_tokens: int
     num_texts: int
@@ -209,7 +212,7 @@ class TokenBucket:
     def shapes(self) -> Shapes:
         tokens = dict.fromkeys(("token_ids", "positions", "slot_mapping"), (self.num_tokens,))
         return tokens | {
-            "page_table": (self.num_texts, self.pages_per_text),
+            "first_page": (self.num_texts,),
             "kv_lens": (self.num_texts,),
             "cu_q_lens": (self.num_texts + 1,),
         }
@@ -267,7 +270,7 @@ class TokenPacker:
             fields["positions"][here] = places
             fields["slot_mapping"][here] = page_id * size + places
             num_pages = -(-end // size)
-            fields["page_table"][row, :num_pages] = np.arange(page_id, page_id + num_pages)
+            fields["first_page"][row] = page_id
             fields["kv_lens"][row] = end
             place, page_id = place + len(ids), page_id + num_pages
             fields["cu_q_lens"][row + 1 :] = place

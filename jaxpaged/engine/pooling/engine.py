@@ -100,6 +100,7 @@ class PoolingEngine:
         step, now = self._planned.popleft(), time.monotonic()
         program = self.programs.get(step.bucket)
         self._state, results = program(self._params, self._state, step.packed)
+        results.copy_to_host_async()
         self._in_flight.append((step, results))
         self.metrics.step_started(step.num_tokens)
         self.metrics.prompt_added(step.num_tokens)

@@ -1,7 +1,7 @@
 """The compiled programs of a model that embeds: one a bucket, the state donated."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -90,10 +90,13 @@ def make_function(
 
     def decoded(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
         fields = cut(packed, bucket.shapes)
+        first_page = fields.pop("first_page")
         num_tokens, num_texts = len(fields["token_ids"]), len(fields["kv_lens"])
         last = jnp.maximum(fields["cu_q_lens"][1:] - 1, 0)
+        page_size = state.kv_pages[0].k.shape[2]
         batch = RaggedBatch(
             **fields,
+            page_table=page_tables(first_page, fields["kv_lens"], pages_per_text, page_size),
             seq_slots=jnp.zeros(num_texts, jnp.int32),
             from_last=jnp.zeros(num_tokens, bool),
             logit_rows=last,
@@ -105,10 +108,23 @@ def make_function(
     if isinstance(bucket, RowBucket):
         return encoded
     assert isinstance(bucket, TokenBucket)
+    pages_per_text = bucket.pages_per_text
     return decoded
 
 
-def cut(packed: Int32[Array, " words"], shapes: Shapes) -> Mapping[str, Array]:
+def page_tables(
+    first_page: Int32[Array, " texts"],
+    kv_lens: Int32[Array, " texts"],
+    pages_per_text: int,
+    page_size: int,
+) -> Int32[Array, "texts pages"]:
+    """Page tables of texts whose pages follow one another; the rest names the null page."""
+    place = jnp.arange(pages_per_text, dtype=jnp.int32)[None]
+    is_used = place * page_size < kv_lens[:, None]
+    return jnp.where(is_used, first_page[:, None] + place, 0)
+
+
+def cut(packed: Int32[Array, " words"], shapes: Shapes) -> dict[str, Array]:
     """The fields of a buffer by name."""
     return {name: packed[at].reshape(shapes[name]) for name, at in field_places(shapes).items()}
 
