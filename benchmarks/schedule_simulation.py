@@ -29,6 +29,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
 
 VOCAB, EOS = 32_000, 2
+PROMPT_LENS, OUTPUT_LENS = (32, 1024), (32, 512)  # of what fills the pages
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "fair", "sjf")
 
 
@@ -94,6 +95,41 @@ class Fullness:
     mean_with_start: float  # of pages held / pool, the steps that first fill the pool included
 
 
+class FullnessWatch:
+    """Looks at a scheduler's pages after each plan."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler, self._first_full = scheduler, 0
+        self._stored: list[float] = []
+        self._held: list[float] = []
+
+    def look(self) -> None:
+        """Note how full the pages are, if anybody waits."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        if not scheduler.num_waiting:
+            return
+        pages, free_places = pool.num_held, 0
+        for seq in scheduler.running:
+            free_places += len(seq.page_ids) * pool.page_size - seq.num_computed_tokens
+        self._stored.append(1 - free_places / max(pages * pool.page_size, 1))
+        self._held.append(pages / pool.num_usable)
+        if not self._first_full and self._held[-1] > 0.9:
+            self._first_full = len(self._held)
+
+    def found(self) -> Fullness:
+        """Raises ValueError where requests never waited for a full pool."""
+        stored, held = self._stored[self._first_full :], self._held[self._first_full :]
+        return Fullness(
+            len(held),
+            statistics.fmean(stored),
+            min(stored),
+            statistics.fmean(held),
+            min(held),
+            self._scheduler.num_preemptions,
+            statistics.fmean(self._held),
+        )
+
+
 def fill_pages(num_requests: int, num_pages: int, policy: PolicyName, seed: int = 0) -> Fullness:
     """Run requests that are all queued at once; the pool, not the slots, is the limit."""
     rng, page_size = random.Random(seed), 16
@@ -109,35 +145,17 @@ def fill_pages(num_requests: int, num_pages: int, policy: PolicyName, seed: int 
     pool = PagePool(num_pages, page_size)
     simulation = Simulation(Scheduler(limits, pool, PrefixCache(pool)), rng)
     for number in range(num_requests):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(32, 1024))]
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(*PROMPT_LENS))]
         fields = {"key_name": f"key {number % 5}", "priority": number % 3}
         params = SamplingParams(temperature=0.0, ignore_eos=True)
-        request = make_request(number, prompt, rng.randint(32, 512), params=params, **fields)
+        request = make_request(number, prompt, rng.randint(*OUTPUT_LENS), params=params, **fields)
         simulation.add(request)
-    stored: list[float] = []
-    held: list[float] = []
-    scheduler, first_full = simulation.scheduler, 0
+    watch = FullnessWatch(simulation.scheduler)
     while simulation.has_work:
         simulation.step()
-        if not scheduler.num_waiting:
-            continue
-        pages, free_places = pool.num_held, 0
-        for seq in scheduler.running:
-            free_places += len(seq.page_ids) * page_size - seq.num_computed_tokens
-        stored.append(1 - free_places / (pages * page_size))
-        held.append(pages / pool.num_usable)
-        if not first_full and held[-1] > 0.9:
-            first_full = len(held)
+        watch.look()
     assert pool.num_held == 0
-    return Fullness(
-        len(held) - first_full,
-        statistics.fmean(stored[first_full:]),
-        min(stored[first_full:]),
-        statistics.fmean(held[first_full:]),
-        min(held[first_full:]),
-        scheduler.num_preemptions,
-        statistics.fmean(held),
-    )
+    return watch.found()
 
 
 def random_workload(seed: int) -> int:

@@ -8,15 +8,14 @@ a step over several tokens rounds differently from a step over one, so near ties
 """
 
 import argparse
-import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 
-import jax
-
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.bench.report import Report
 
 TEXT = (
     "river stone garden window copper velvet thunder basket lantern meadow silver harbor pepper "
@@ -65,7 +64,6 @@ def measure(
         for prompt, out in zip(prompts, tokens["plain"], strict=True)
     ]
     return {
-        "batch": batch,
         "tokens": num_tokens,
         "plain_tok_per_s": round(rates["plain"], 1),
         "guessing_tok_per_s": round(rates["guessing"], 1),
@@ -95,13 +93,11 @@ def main() -> None:
         "plain": LLM(args.model, **settings),
         "guessing": LLM(args.model, speculative_config=CONFIG, **settings),
     }
+    report = Report(sys.stdout, args.json)
+    report.header(f"python -m benchmarks.speculation {' '.join(sys.argv[1:])}", opens_device=True)
     for batch in batches:
-        line = {"device": jax.devices()[0].device_kind, "config": CONFIG}
-        line |= measure(engines, batch, args.runs, args.tokens)
-        print(json.dumps(line), flush=True)
-        if args.json is not None:
-            with args.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        report.add(f"batch {batch}", measure(engines, batch, args.runs, args.tokens))
+    report.table()
 
 
 if __name__ == "__main__":
