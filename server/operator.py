@@ -55,7 +55,10 @@ async def abort_requests(request: web.Request) -> web.Response:
     wanted = set(decode_body(await read_body(request), _ABORT).request_ids)
     found: set[str] = set()
     for job in tuple(server.open_jobs):
-        if wanted & {job.envelope.answer_id, job.body.request_id}:
+        number = job.envelope.answer_id.rpartition("-")[2]
+        # as /v1/responses and /v1/messages tell it
+        told = {job.envelope.answer_id, f"resp_{number}", f"msg_{number}"}
+        if wanted & {*told, job.body.request_id}:
             found.add(job.envelope.answer_id)
             for request_id in job.request_ids:
                 await server.engine.abort(request_id)

@@ -9,6 +9,9 @@ from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.parsed import ParsedAnswer
 from jaxpaged.text.answer_parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
 
+# there is no word for an answer that was ended from outside: it is cut
+_STOP_REASONS = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
+
 
 class MessageAnswer:
     """One message as it grows. `model` is the name that the client asked for."""
@@ -122,7 +125,7 @@ class MessageAnswer:
         if isinstance(part.stop_reason, str):
             return "stop_sequence"
         reason = self._answer.finish_reason(part.finish_reason)
-        return {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason or "", "end_turn")
+        return _STOP_REASONS.get(reason or "", "end_turn")
 
 
 def failure(body: bytes) -> bytes:

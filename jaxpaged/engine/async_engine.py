@@ -93,7 +93,7 @@ class AsyncLLM(ServedEngine):
 
     @property
     def seconds_without_progress(self) -> float:
-        """Since a step was last read while there is work to do; 0 while idle."""
+        """Since a step was last read or a program compiled, while there is work; 0 while idle."""
         return self._thread.seconds_without_progress
 
     async def explanation(self, request_id: str) -> dict[str, Any] | None:

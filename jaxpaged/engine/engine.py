@@ -66,9 +66,9 @@ class Engine:
         return self.scheduler.has_work or bool(self.steps)
 
     @property
-    def last_step_time(self) -> float:
-        """When a step was last read, in seconds of the monotonic clock."""
-        return self.steps.last_step_time
+    def last_progress_time(self) -> float:
+        """When a step was last read or a program compiled, in seconds of the monotonic clock."""
+        return max(self.steps.last_step_time, self.runner.last_compile_time)
 
     def add(self, request: Request) -> None:
         """Queue a request: one sequence for each of its n answers.

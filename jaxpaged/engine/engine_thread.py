@@ -18,7 +18,7 @@ class Steppable[T](Protocol):
     """What the thread needs of an engine."""
 
     @property
-    def last_step_time(self) -> float: ...
+    def last_progress_time(self) -> float: ...
 
     @property
     def has_work(self) -> bool: ...
@@ -60,10 +60,10 @@ class EngineThread[T]:
 
     @property
     def seconds_without_progress(self) -> float:
-        """Since a step was last read while there is work to do; 0 while idle."""
+        """Since a step was last read or a program compiled, while there is work; 0 while idle."""
         if not self._engine.has_work:
             return 0.0
-        return max(0.0, time.monotonic() - max(self._engine.last_step_time, self._busy_since))
+        return max(0.0, time.monotonic() - max(self._engine.last_progress_time, self._busy_since))
 
     def check_running(self) -> None:
         """Take the running event loop for the callers', which a call comes from.

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxpaged.core.buckets import Bucket
+from jaxpaged.engine.compile_clock import CompileClock
 from jaxpaged.engine.executables import ExecutableStore
 from jaxpaged.engine.lowering import LoweringProcesses, lower_exported
 from jaxpaged.engine.program_source import Program, ProgramSource
@@ -37,6 +38,7 @@ class Programs:
         self.source, self._store, self._start_processes = source, store, start_processes
         self._finished: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self.clock = CompileClock()  # of programs that were not there when they were wanted
         self.num_compilations = 0
         self.num_loaded = 0
 
@@ -93,8 +95,9 @@ class Programs:
         self._finished.clear()
 
     def _get(self, program: Program) -> Any:
-        if not self._load(program.name):
-            self._compile(program)
+        with self.clock.running():
+            if not self._load(program.name):
+                self._compile(program)
         return self._finished[program.name]
 
     def _load(self, name: str) -> bool:

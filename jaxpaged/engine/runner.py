@@ -76,6 +76,11 @@ class Runner:
         return self._programs.num_compilations
 
     @property
+    def last_compile_time(self) -> float:
+        """Now while a program that was missing is compiled, else when the last was finished."""
+        return self._programs.clock.last_progress_time
+
+    @property
     def num_loaded(self) -> int:
         """Programs that were found on disk."""
         return self._programs.num_loaded

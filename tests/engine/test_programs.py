@@ -1,13 +1,19 @@
 """Programs come from processes, from disk or from here: the answers are the same."""
 
+import asyncio
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.engine import lowering, programs
+from jaxpaged.engine import compile_clock, lowering, programs
+from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.executables import ExecutableStore, programs_identity
+from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.program_source import Program
 from tests.support import engines
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,)}
@@ -72,6 +78,26 @@ def test_a_second_start_compiles_nothing(model_folder, usual, tmp_path):
     before, after = first.parts.engine.runner, second.parts.engine.runner
     assert (before.num_loaded, after.num_compilations) == (0, 0)
     assert after.num_loaded == before.num_compilations
+
+
+async def test_compiling_is_progress_until_it_takes_too_long(model_folder, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def compile_for_ever(*_):
+        begun.set()
+        go.wait(20)
+        raise MemoryError("enough")
+
+    monkeypatch.setattr(Program, "compile", compile_for_ever)
+    llm = AsyncLLM(engines.tiny_parts(model_folder / "R"))
+    await llm.submit(PROMPTS[0], PARAMS, "one", Inbox(0))
+    await asyncio.to_thread(begun.wait, 20)
+    await asyncio.sleep(0.3)
+    assert llm.seconds_without_progress < 0.2
+    monkeypatch.setattr(compile_clock, "MOST_COMPILE_S", 0.1)
+    assert llm.seconds_without_progress > 0.1
+    go.set()
+    llm.close()
 
 
 @pytest.fixture

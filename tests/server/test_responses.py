@@ -183,6 +183,29 @@ async def test_a_response_in_the_background_can_be_cancelled(server):
     assert refused.status == 400
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"background": True}])
+async def test_a_response_that_an_operator_ends_is_cancelled_with_what_there_is(server, more):
+    server.engine.before_step = lambda step: time.sleep(0.002)
+    task = asyncio.create_task(server.post(ask(max_output_tokens=1500) | more, PATH))
+    while server.engine.num_steps < 5:
+        await asyncio.sleep(0.005)
+    (job,) = server.state.open_jobs
+    name = job.envelope.answer_id.replace("chatcmpl-", "resp_")
+    await server.post({"request_ids": [name]}, "/inference/v1/abort_requests")
+    reply = await task
+    if more.get("stream"):
+        kind, last = events_of(reply)[-1]
+        assert kind == "response.incomplete"
+        body = last["response"]
+    else:
+        body = await ended(server, f"{PATH}/{reply.body['id']}")
+    (item,) = body["output"]
+    assert (body["id"], body["status"], item["status"]) == (name, "cancelled", "incomplete")
+    assert item["content"][0]["text"].startswith("DEF")
+    assert body["usage"]["output_tokens"] >= 3
+    assert body["incomplete_details"] is None
+
+
 async def test_the_input_of_a_response_is_listed(server, client_of):
     client = client_of(server)
     given = [

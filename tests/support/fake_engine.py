@@ -63,7 +63,7 @@ class FakeEngine:
     num_aborted: int = 0
     num_pictures: int = 0
     num_pages: int = 20
-    last_step_time: float = field(default_factory=time.monotonic)
+    last_progress_time: float = field(default_factory=time.monotonic)
     last_request: Request | None = None
     scheduler: Any = field(
         default_factory=lambda: SimpleNamespace(
@@ -132,7 +132,7 @@ class FakeEngine:
         events = [self._advance(answer) for answer in self._answers]
         done = {(e.request_id, e.choice) for e in events if e.finish_reason is not None}
         self._answers = [a for a in self._answers if (a.request.request_id, a.choice) not in done]
-        self.last_step_time = time.monotonic()
+        self.last_progress_time = time.monotonic()
         self._publish(sum(len(event.token_ids) for event in events))
         return events
 

@@ -48,11 +48,16 @@ class PoolingEngine:
         self._queue, self._planned = TextQueue(), deque[HostStep]()
         self._in_flight: deque[tuple[HostStep, Any]] = deque()
         self._calls: dict[int, PoolingCall] = {}
-        self.last_step_time = time.monotonic()
+        self._last_step_time = time.monotonic()
 
     @property
     def has_work(self) -> bool:
         return bool(self._queue or self._planned or self._in_flight)
+
+    @property
+    def last_progress_time(self) -> float:
+        """When a step was last read or a program compiled, in seconds of the monotonic clock."""
+        return max(self._last_step_time, self.programs.clock.last_progress_time)
 
     @property
     def num_waiting(self) -> int:
@@ -81,7 +86,7 @@ class PoolingEngine:
         while len(self._in_flight) < MAX_IN_FLIGHT and self._start():
             pass
         done = self._read(*self._in_flight.popleft()) if self._in_flight else []
-        self.last_step_time = time.monotonic()
+        self._last_step_time = time.monotonic()
         num_running = sum(len(step.texts) for step, _ in self._in_flight)
         num_compilations = self.programs.num_compilations
         load = EngineLoad(num_running, len(self._queue), 0.0, 0, 0, 0, num_compilations)

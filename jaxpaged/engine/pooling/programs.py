@@ -21,6 +21,7 @@ from jaxpaged.core.pooling import (
     buffer_size,
     field_places,
 )
+from jaxpaged.engine.compile_clock import CompileClock
 from jaxpaged.engine.executables import ExecutableStore
 from jaxpaged.models.encoder import TextRows
 
@@ -45,21 +46,24 @@ class PoolingPrograms:
         )
         self._buckets = packer.buckets
         self._finished: dict[str, Any] = {}
+        self.clock = CompileClock()
         self.num_compilations = 0
 
     def get(self, bucket: PoolingBucket) -> Any:
         """The bucket's program, compiled now if it must be."""
         if bucket.name not in self._finished:
-            compiled = self._store.load(bucket.name)
-            if compiled is None:
-                function = make_function(self._graphdef, self._model, bucket)
-                packed = jax.ShapeDtypeStruct((buffer_size(bucket.shapes),), jnp.int32)
-                lowered = jax.jit(function, donate_argnums=1).lower(*self._arguments, packed)
-                compiled = lowered.compile()
-                self.num_compilations += 1
-                self._store.save(bucket.name, compiled)
-            self._finished[bucket.name] = compiled
+            with self.clock.running():
+                self._finished[bucket.name] = self._store.load(bucket.name) or self._compile(bucket)
         return self._finished[bucket.name]
+
+    def _compile(self, bucket: PoolingBucket) -> Any:
+        function = make_function(self._graphdef, self._model, bucket)
+        packed = jax.ShapeDtypeStruct((buffer_size(bucket.shapes),), jnp.int32)
+        lowered = jax.jit(function, donate_argnums=1).lower(*self._arguments, packed)
+        compiled = lowered.compile()
+        self.num_compilations += 1
+        self._store.save(bucket.name, compiled)
+        return compiled
 
     def warm_up(self) -> None:
         """Load or compile all of them."""

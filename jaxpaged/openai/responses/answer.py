@@ -51,6 +51,8 @@ class ResponseAnswer:
         self._num_reasoning_tokens += self._num_thoughts(pieces, part)
         if not ends:
             return events
+        if part.finish_reason == "abort":
+            return events + self.cancel()
         is_cut = part.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         events += self._close(status)
@@ -67,9 +69,10 @@ class ResponseAnswer:
         return [*events, self._response("response.failed")]
 
     def cancel(self) -> list[Fields]:
+        """The events of a response that was ended; no event has its name, this one ends streams."""
         events = self._close("incomplete")
-        self.fields["status"] = "cancelled"
-        return events
+        self.fields["status"], self.fields["usage"] = "cancelled", self._usage_fields()
+        return [*events, self._response("response.incomplete")]
 
     def _num_thoughts(self, pieces: list[AnswerPart], part: CompletionOutput) -> int:
         """Tokens of reasoning; by characters where one output holds its end."""
