@@ -14,7 +14,7 @@ from aiohttp import web
 
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import Draining, EngineStopped
+from jaxpaged.errors import Draining, EngineStopped, JaxPagedError
 from server.app import create_metrics_app
 from server.listener import Listener
 from server.settings import ServerSettings
@@ -63,6 +63,7 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
             _give_up(state)
         log.error("the engine has stopped: no request can be served, exiting")
         await state.wait_until_idle(LAST_WORDS_S)
+        await _end_open(state, EngineStopped("an engine of this server has stopped"))
     rates.cancel()
     await listener.close()
     if metrics is not None:
@@ -95,13 +96,17 @@ async def _drain(state: ServerState, at_once: asyncio.Event) -> int:
     await _first(idle, at_once.wait(), stopped, watchdog)
     if _hangs(state, state.limits.watchdog_timeout_s):
         _give_up(state)
+    await _end_open(state, Draining("the server has shut down", retry_after_s=RETRY_AFTER_S))
+    return EXIT_DONE if state.is_running else EXIT_ENGINE_STOPPED
+
+
+async def _end_open(state: ServerState, error: JaxPagedError) -> None:
+    """Tell what is still being answered why it ends."""
     if state.num_working:
         log.warning("ending %d requests before they are done", state.num_working)
-        error = Draining("the server has shut down", retry_after_s=RETRY_AFTER_S)
         for request_id in tuple(state.open_ids):
             state.engine.fail(request_id, error)
         await state.wait_until_idle(LAST_WORDS_S)
-    return EXIT_DONE if state.is_running else EXIT_ENGINE_STOPPED
 
 
 def close_engine(engine: ServedEngine | ServedPooling) -> bool:

@@ -1,18 +1,18 @@
-"""Who is embedded when: texts that wait, and how a step's texts lie on the device.
+"""How the texts of a step that embeds lie on the device.
 
 A step takes whole texts, end to end. For an encoder they fill rows of one length, so that a token
 is compared with its row and not with the whole step; for a decoder they are a ragged batch over
 pages of their own, and a text over the step's tokens comes in chunks.
 """
 
-import heapq
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from jaxpaged.core.text_queue import Text, TextQueue
 
 ALIGNMENT = 64  # words: a field may go to a GPU kernel as it lies, on a border of 256 bytes
 TOKENS_A_TEXT = 8  # a step is made for texts of at least so many on average
@@ -20,57 +20,6 @@ FEWEST_TOKENS = 32
 ROW_COST = 2048  # a row of so many tokens takes twice the time of short rows with as many tokens
 
 type Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(eq=False, slots=True)
-class Text:
-    """One text of a call, in tokens."""
-
-    call_id: int
-    index: int
-    token_ids: Sequence[int]
-    second_from: int  # where the second text of a pair begins; at the end where there is none
-    turn: int = 0
-
-
-class TextQueue:
-    """Texts that wait. The n-th text of a call waits for n texts of every other one, not for all.
-
-    A call's longest texts come first, so that texts of like length meet in a step.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Text]] = []
-        self._numbers, self._turn = itertools.count(), 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, texts: Iterable[Text]) -> None:
-        """Queue the texts of one call."""
-        for turn, text in enumerate(sorted(texts, key=lambda text: -len(text.token_ids))):
-            text.turn = self._turn + turn
-            self._push(text)
-
-    def drop(self, call_id: int) -> None:
-        """Forget what waits of a call."""
-        self._heap = [entry for entry in self._heap if entry[2].call_id != call_id]
-        heapq.heapify(self._heap)
-
-    def take(self, most: int) -> list[Text]:
-        """The next `most` texts."""
-        texts = [heapq.heappop(self._heap)[2] for _ in range(min(most, len(self._heap)))]
-        if texts:
-            self._turn = texts[0].turn
-        return texts
-
-    def put_back(self, texts: Iterable[Text]) -> None:
-        """Have texts wait again for whom a step had no room."""
-        for text in texts:
-            self._push(text)
-
-    def _push(self, text: Text) -> None:
-        heapq.heappush(self._heap, (text.turn, next(self._numbers), text))
 
 
 class PoolingBucket(Protocol):

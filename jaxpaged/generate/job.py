@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import CapacityError, EngineStopped, GenerationFailed, RequestError
+from jaxpaged.errors import CapacityError, EngineStopped, GenerationFailed, OutOfTime, RequestError
 from jaxpaged.generate.lines import CHAT, BadLine, Line, read_lines
 from jaxpaged.generate.output import OutputFile
 from jaxpaged.openai.answers import answer_body
@@ -123,6 +123,8 @@ async def answer_line(
         return error_record(line.custom_id, "invalid_request", str(error), param=error.param)
     except GenerationFailed as error:
         return error_record(line.custom_id, "generation_failed", str(error))
+    except OutOfTime as error:
+        return error_record(line.custom_id, "timeout", str(error), param="timeout_s")
     request_id = f"batch-{uuid.uuid4().hex}"
     return {
         "id": request_id,

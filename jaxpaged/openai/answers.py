@@ -1,6 +1,8 @@
 """A job's answers: its outputs as they come, or all of them as one object."""
 
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -8,7 +10,7 @@ import msgspec
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import GenerationFailed, RequestError
+from jaxpaged.errors import GenerationFailed, OutOfTime, RequestError
 from jaxpaged.openai.chat import chat_job, read_chat
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.completions import completion_job, read_completion
@@ -79,7 +81,22 @@ async def answer_body(
         job = await chat_job(read, engine, usage, **asker)
     else:
         job = await completion_job(read, engine, usage, **asker)
-    return await whole_answer(job, engine)
+    async with in_time(job.body.timeout_s):
+        return await whole_answer(job, engine)
+
+
+@asynccontextmanager
+async def in_time(seconds: float | None) -> AsyncGenerator[None]:
+    """End what is inside once its time has passed; None gives it all the time.
+
+    Raises:
+        OutOfTime: it has.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise OutOfTime(f"timeout_s of {seconds:g} s has passed") from None
 
 
 def check_output(output: RequestOutput) -> None:

@@ -72,9 +72,14 @@ def read_rerank(data: bytes) -> RerankRequest:
 
 
 async def embeddings(
-    body: EmbeddingRequest, pooling: ServedPooling, usage: Usage, model: str
+    body: EmbeddingRequest,
+    pooling: ServedPooling,
+    usage: Usage,
+    model: str,
+    *,
+    is_background: bool = False,
 ) -> dict[str, Any]:
-    """The answer to /v1/embeddings.
+    """The answer to /v1/embeddings, in the background behind all that is not.
 
     Raises:
         RequestError: what can never be served.
@@ -100,7 +105,8 @@ async def embeddings(
 
     texts = await _encoded(encode, given)
     usage.add_prompt(sum(len(text.token_ids) for text in texts), 0)
-    vectors = shortened(pooling.model, await pooling.run(texts), body.dimensions)
+    results = await pooling.run(texts, is_background=is_background)
+    vectors = shortened(pooling.model, results, body.dimensions)
     data = [
         {"index": index, "object": "embedding", "embedding": vector}
         for index, vector in enumerate(_written(vectors, body.encoding_format))

@@ -48,4 +48,4 @@ async def answer(
 async def _embeddings(server: ServerState, body: dict[str, Any]) -> dict[str, Any]:
     read = pooling.read_embedding(msgspec.json.encode(body))
     engine, model = server.pooling_for(read.model, "embeddings")
-    return await pooling.embeddings(read, engine, Usage(), model)
+    return await pooling.embeddings(read, engine, Usage(), model, is_background=True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, PoolingParams
-from jaxpaged.core.pooling import RowPacker, Text, TextQueue, TokenPacker
+from jaxpaged.core.pooling import RowPacker, TokenPacker
+from jaxpaged.core.text_queue import Text, TextQueue
 from jaxpaged.errors import ConfigError, GenerationFailed, RequestError
 from tests.engine.test_references import packaged
 from tests.support.embedding import CASES, golden, of_length_1, write_tiny
@@ -135,6 +136,20 @@ def test_every_text_is_taken_once_and_a_small_call_does_not_wait_for_a_large_one
         seen += [(text.call_id, text.index) for text in texts]
     assert sorted(seen) == [(0, i) for i in range(500)] + [(1, i) for i in range(3)]
     assert max(seen.index((1, i)) for i in range(3)) < 60
+
+
+@pytest.mark.parametrize("packer", [RowPacker(512, 512), TokenPacker(512, 256, 16)])
+def test_the_background_is_in_a_step_only_while_nobody_else_waits(packer):
+    queue, behind = TextQueue(), [Text(7, i, [1] * 17, 17, is_background=True) for i in range(90)]
+    queue.add(behind)
+    first = packer.steps(queue)[-1].texts
+    queue.add([Text(8, i, [1] * 5, 5) for i in range(70)])
+    calls: list[set[int]] = []
+    while steps := packer.steps(queue):
+        calls.append({text.call_id for text in steps[-1].texts})
+    assert calls == sorted(calls, key=lambda found: found != {8})
+    assert (calls[0], calls[-1]) == ({8}, {7})
+    assert len(first) < 90
 
 
 def test_rows_of_an_encoder_are_filled_to_nine_tenths():

@@ -46,7 +46,14 @@ async def server(start, pooling):
     return await start(pooling=pooling)
 
 
-async def test_a_batch_embeds_its_lines(start, pooling, tmp_path):
+async def test_a_batch_embeds_its_lines_in_the_background(start, pooling, tmp_path, monkeypatch):
+    add, places = pooling.parts.engine.add, list[bool]()
+
+    def noted(*call, is_background: bool) -> None:
+        places.append(is_background)
+        add(*call, is_background=is_background)
+
+    monkeypatch.setattr(pooling.parts.engine, "add", noted)
     server = await start(pooling=pooling, store=BatchStore(tmp_path, 10**6, 10**7))
     (wanted,) = await pooling.run([pooling.inputs.encode("a b c")])
     lines = [line("good", EMBED, input="a b c"), line("bad", EMBED, input=7)]
@@ -54,9 +61,21 @@ async def test_a_batch_embeds_its_lines(start, pooling, tmp_path):
         found = await ended(client, await made(client, *lines, endpoint=EMBED))
         (good,) = await records(client, found.output_file_id)
         (bad,) = await records(client, found.error_file_id)
+    assert places == [False, True]
     vector = good["response"]["body"]["data"][0]["embedding"]
     np.testing.assert_allclose(vector, wanted, atol=1e-6)
     assert (bad["custom_id"], bad["error"]["param"]) == ("bad", "input")
+
+
+async def test_a_live_text_does_not_wait_for_a_batch(pooling):
+    engine = pooling.parts.engine
+    batch = [pooling.inputs.encode("a b c d e f g h i j")] * 2000
+    task = asyncio.create_task(pooling.run(batch, is_background=True))
+    while not engine.num_waiting:
+        await asyncio.sleep(0.001)
+    (one,) = await pooling.run(batch[:1])
+    assert engine.num_waiting > 500
+    np.testing.assert_allclose(one, (await task)[-1], atol=1e-6)
 
 
 async def test_the_openai_client_and_langchain_get_the_engine_s_vectors(server, pooling):

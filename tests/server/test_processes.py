@@ -58,12 +58,14 @@ class Server:
         connection.close()
         return reply.status, data
 
-    def streams(self, number: int, body=BODY) -> tuple[list[threading.Thread], list]:
+    def streams(
+        self, number: int, body=BODY, path: str = "/v1/completions"
+    ) -> tuple[list[threading.Thread], list]:
         """Ask in threads; answers come into the list as (status, data)."""
         answers: list = []
 
         def ask() -> None:
-            answers.append(self.send("POST", "/v1/completions", body))
+            answers.append(self.send("POST", path, body))
 
         threads = [threading.Thread(target=ask) for _ in range(number)]
         for thread in threads:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxpaged.arrays import Params
-from jaxpaged.core.pooling import HostStep, Text, TextPacker, TextQueue
+from jaxpaged.core.pooling import HostStep, TextPacker
+from jaxpaged.core.text_queue import Text, TextQueue
 from jaxpaged.engine.pooling.programs import PoolingPrograms
 from jaxpaged.errors import GenerationFailed
 from jaxpaged.metrics import EngineLoad, EngineMetrics, FinishedSequence
@@ -64,10 +65,22 @@ class PoolingEngine:
         """Texts that no step has taken yet."""
         return len(self._queue)
 
-    def add(self, call_id: int, token_ids: Sequence[Sequence[int]], seconds: Sequence[int]) -> None:
+    @property
+    def num_live(self) -> int:
+        """Those of them that are not in the background."""
+        return self._queue.num_live
+
+    def add(
+        self,
+        call_id: int,
+        token_ids: Sequence[Sequence[int]],
+        seconds: Sequence[int],
+        *,
+        is_background: bool = False,
+    ) -> None:
         """Queue a call; `seconds` says where in each text the second one of a pair begins."""
         texts = [
-            Text(call_id, index, ids, second)
+            Text(call_id, index, ids, second, is_background)
             for index, (ids, second) in enumerate(zip(token_ids, seconds, strict=True))
         ]
         results = np.zeros((len(texts), self._size), np.float32)

@@ -59,10 +59,12 @@ class RemotePooling(ServedPooling):
         connection = self._connection
         return time.monotonic() - connection.progress_at if connection.has_work else 0.0
 
-    async def run(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+    async def run(
+        self, texts: Sequence[EncodedText], *, is_background: bool = False
+    ) -> NDArray[np.float32]:
         ids, seconds = [text.token_ids for text in texts], [text.second_from for text in texts]
         call_id, answer = self._connection.next_call()
-        self._connection.send(Call(call_id, "run", [ids, seconds]))
+        self._connection.send(Call(call_id, "run", [ids, seconds, is_background]))
         try:
             data = await answer
         except asyncio.CancelledError:  # the client has left

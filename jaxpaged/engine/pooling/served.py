@@ -48,8 +48,12 @@ class ServedPooling(ABC):
         """Since a step was last read while there is work to do; 0 while idle."""
 
     @abstractmethod
-    async def run(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+    async def run(
+        self, texts: Sequence[EncodedText], *, is_background: bool = False
+    ) -> NDArray[np.float32]:
         """What the model gives for each text, in their order. Leaving it drops what waits.
+
+        In the background texts wait until no other text does.
 
         Raises:
             GenerationFailed: numbers that are not finite.

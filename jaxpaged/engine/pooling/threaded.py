@@ -43,15 +43,19 @@ class AsyncPooling(ServedPooling):
     def seconds_without_progress(self) -> float:
         return self._thread.seconds_without_progress
 
-    async def run(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
+    async def run(
+        self, texts: Sequence[EncodedText], *, is_background: bool = False
+    ) -> NDArray[np.float32]:
         self._thread.check_running()
         if not texts:
             return np.zeros((0, self.model.size), np.float32)
-        self._check_room()
+        self._check_room(is_background)
         call_id, future = next(self._ids), asyncio.get_running_loop().create_future()
         ids, seconds = [text.token_ids for text in texts], [text.second_from for text in texts]
         self._calls[call_id] = future
-        self._thread.send(lambda: self._engine.add(call_id, ids, seconds))
+        self._thread.send(
+            lambda: self._engine.add(call_id, ids, seconds, is_background=is_background)
+        )
         try:
             return await future
         finally:
@@ -68,8 +72,10 @@ class AsyncPooling(ServedPooling):
         self._thread.stop()
         self._engine.close()
 
-    def _check_room(self) -> None:
-        most, waiting = self._parts.config.scheduler.max_num_queued_reqs, self._engine.num_waiting
+    def _check_room(self, is_background: bool) -> None:
+        """What waits in the background keeps nobody else out."""
+        most = self._parts.config.scheduler.max_num_queued_reqs
+        waiting = self._engine.num_waiting if is_background else self._engine.num_live
         if most is not None and waiting >= most:
             self._engine.metrics.rejected("max_num_queued_reqs")
             raise QueueFull(f"{waiting} texts wait, at most {most} may")

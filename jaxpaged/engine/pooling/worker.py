@@ -48,9 +48,9 @@ class PoolingWorker(FrontLink):
     async def _call(self, message: Call) -> bytes:
         if message.method == "metrics_text":
             return await self._pooling.metrics_text()
-        ids, seconds = message.arguments
-        pairs = zip(ids, seconds, strict=True)
-        results = await self._pooling.run([EncodedText(text, second) for text, second in pairs])
+        ids, seconds, is_background = message.arguments
+        texts = [EncodedText(text, second) for text, second in zip(ids, seconds, strict=True)]
+        results = await self._pooling.run(texts, is_background=is_background)
         return results.tobytes()
 
 

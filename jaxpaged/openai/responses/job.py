@@ -7,7 +7,7 @@ import msgspec
 
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError
-from jaxpaged.openai.answers import check_output, outputs_of
+from jaxpaged.openai.answers import check_output, in_time, outputs_of
 from jaxpaged.openai.chat import ChatForm, chat_job
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.job import Job
@@ -61,4 +61,5 @@ async def answer_response(
     chat.priority = priority
     with naming_its_fields(chat):
         job, answer = await response_job(body, chat, engine, Usage(), model=model, key_id=key_id)
-        return await collect(job, answer, engine)
+        async with in_time(chat.timeout_s):
+            return await collect(job, answer, engine)

@@ -182,6 +182,20 @@ async def test_what_is_not_answered_in_its_window_is_told(serve, client_of, monk
         await client.batches.cancel(batch.id)
 
 
+async def test_a_line_may_say_how_long_it_takes_at_most(serve, client_of):
+    server = await serve()
+    server.engine.before_step = lambda step: time.sleep(0.02)
+    client = client_of(server)
+    slow = {"max_tokens": 1500, "timeout_s": 0.2}
+    lines = [line("quick", timeout_s=60.0), line("slow", **slow), line("bad", timeout_s=-1)]
+    found = await ended(client, await made(client, *lines))
+    assert [r["custom_id"] for r in await records(client, found.output_file_id)] == ["quick"]
+    errors = {r["custom_id"]: r["error"] for r in await records(client, found.error_file_id)}
+    assert errors["slow"]["code"] == "timeout"
+    assert "timeout_s of 0.2 s has passed" in errors["slow"]["message"]
+    assert (errors["bad"]["code"], errors["bad"]["param"]) == ("invalid_request", "timeout_s")
+
+
 async def test_lines_are_in_the_background_and_wait_for_what_is_live(serve, client_of):
     server = await serve(api_keys=KEYS)
     client = client_of(server, "one")
