@@ -11,7 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpaged.config.flags import ArgumentParser, add_engine_flags, config_from_args
+from jaxpaged.config.flags import (
+    ArgumentParser,
+    add_embedding_flags,
+    add_engine_flags,
+    config_from_args,
+    embedding_config,
+)
+from jaxpaged.config.pooling import leave_room, share_devices
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError, JaxPagedError
 
@@ -47,6 +54,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     add_engine_flags(parser)
+    add_embedding_flags(parser)
     return parser
 
 
@@ -67,13 +75,20 @@ def _run(args: argparse.Namespace) -> int:
 def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
     from jaxpaged.engine import advice, capacity, factory, memory  # bring JAX, which takes seconds
     from jaxpaged.engine.compiled_memory import compiled_workspace
+    from jaxpaged.engine.pooling.memory import planned_bytes
     from jaxpaged.sharding import planned_placement
 
     gpu, num_devices = args.gpu, config.parallel.num_devices
 
     memory.limit_device_memory(config.cache.gpu_memory_utilization)
     device = memory.named_device(gpu) if gpu else memory.present_device(config)
-    dtype = factory.model_dtype(config.model.dtype, "cpu" if device.is_cpu else "gpu")
+    platform = "cpu" if device.is_cpu else "gpu"
+    dtype = factory.model_dtype(config.model.dtype, platform)
+    embedding, embedding_bytes = embedding_config(args), 0
+    if embedding is not None and share_devices(config, embedding):
+        its_dtype = factory.model_dtype(embedding.model.dtype, platform)
+        embedding_bytes = planned_bytes(embedding, its_dtype, device)
+        config = leave_room(config, embedding_bytes / device.total_bytes)
     # of a hub model only the small files are fetched
     shapes_only = dataclasses.replace(config.model, load_format="dummy")
     placement = planned_placement(config.parallel)
@@ -93,13 +108,16 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
     write = sys.stdout.write
     if args.json:
         numbers = _numbers(plan, dtype.name, config, verdict)
-        write(json.dumps(numbers | {"compiled_workspace_bytes": compiled}) + "\n")
+        numbers |= {"embedding_bytes": embedding_bytes, "compiled_workspace_bytes": compiled}
+        write(json.dumps(numbers) + "\n")
     else:
         each = f", each of {num_devices} devices" if num_devices > 1 else ""
         write(f"{files.path.name}, {dtype.name}{each}\n")
         write("".join(f"{line}\n" for line in (plan.lines() if plan.fits else plan.lines()[:-3])))
         if compiled is not None:
             write(f"compiled           {capacity.gib(compiled)} of workspace in the largest step\n")
+        if embedding_bytes:
+            write(f"embedding model    {capacity.gib(embedding_bytes)} of the device beside this\n")
         write(f"verdict            {verdict}\n")
     return FITS if plan.fits else DOES_NOT_FIT
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpaged.config.flags import config_from_args
+from jaxpaged.config.pooling import leave_room, share_devices
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.engine.pooling.alone import NoGeneration
 from jaxpaged.engine.pooling.model_files import resolved_runner
@@ -78,6 +79,8 @@ async def _serve(
         if pooling is not None and settings.embedding is None:
             engine: ServedEngine = NoGeneration(pooling)
         else:
+            if pooling is not None and share_devices(config, pooling.config):
+                config = leave_room(config, pooling.device_share)
             engine = await _start(config, settings, worker)
             engines.append(engine)
         app = create_app(engine, settings.api_keys, settings.limits, store, pooling)

@@ -4,7 +4,13 @@ import argparse
 import json
 from typing import Any, cast
 
-from jaxpaged.config.flags import ArgumentParser, add_engine_flags, json_object, whole_number
+from jaxpaged.config.flags import (
+    ArgumentParser,
+    add_embedding_flags,
+    add_engine_flags,
+    json_object,
+    whole_number,
+)
 from server.state import UNLOGGED_PATHS, ServerLimits
 
 _LIMITS = ServerLimits()
@@ -18,29 +24,13 @@ def make_parser(prog: str) -> ArgumentParser:
     parser.add_argument("model_path", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags without their dashes")
     add_engine_flags(parser)
-    _add_embedding(parser)
+    add_embedding_flags(parser)
     _add_address(parser)
     _add_access(parser)
     _add_operations(parser)
     _add_batches(parser)
     _add_answers(parser)
     return parser
-
-
-def _add_embedding(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("embedding")
-    group.add_argument(
-        "--embedding-model",
-        metavar="MODEL",
-        help="a second model, for /v1/embeddings, /score and /rerank: directory or hub id",
-    )
-    group.add_argument(
-        "--embedding-settings",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help='its settings by name, as {"served_model_name": "minilm", "max_model_len": 256}',
-    )
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from jaxpaged.config.flags import ArgumentParser, config_from_keywords
+from jaxpaged.config.flags import ArgumentParser, embedding_config
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError
 from server.auth import ApiKey, parse_key_line
@@ -89,17 +89,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         engine_process=not args.disable_frontend_multiprocessing,
         metrics_port=args.metrics_port,
         warmup_file=None if args.warmup_file is None else Path(args.warmup_file),
-        embedding=_embedding(args),
+        embedding=embedding_config(args),
     )
-
-
-def _embedding(args: argparse.Namespace) -> EngineConfig | None:
-    given: dict[str, Any] = args.embedding_settings
-    if args.embedding_model is None:
-        if given:
-            raise ConfigError("--embedding-settings needs --embedding-model")
-        return None
-    return config_from_keywords(**given | {"model": args.embedding_model, "runner": "pooling"})
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpaged.config.flags import config_from_keywords
+from jaxpaged.config.pooling import leave_room, share_devices
 from jaxpaged.plan import main
 from tests.support.models import write_model
 
@@ -46,6 +48,36 @@ def test_two_devices_hold_half_each(capsys):
     assert numbers[0]["weights_bytes"] == 2 * numbers[1]["weights_bytes"] - norms
     assert numbers[0]["page_bytes"] == 2 * numbers[1]["page_bytes"]
     assert numbers[0]["workspace_bytes"] > numbers[1]["workspace_bytes"]
+
+
+def test_a_model_that_embeds_is_counted_where_it_shares_the_device(capsys):
+    command = [str(CONFIGS / "llama3-8b"), "--gpu", "H200", "--json"]
+    beside = [*command, "--embedding-model", str(CONFIGS / "qwen3-embedding-0.6b")]
+    own_gpu = [*beside, "--embedding-settings", '{"device_ids": [1]}']
+    alone, both, apart = (
+        [main(flags), json.loads(capsys.readouterr().out)][1]
+        for flags in (command, beside, own_gpu)
+    )
+    weights, pages = 28 * 15_730_944 * 2 + 151_669 * 1024 * 2, 2049 * 28 * 2 * 16 * 8 * 128 * 2
+    assert weights + pages < both["embedding_bytes"] < 1.1 * (weights + pages) + 1.2 * 2**30
+    assert alone["limit_bytes"] - both["limit_bytes"] == pytest.approx(both["embedding_bytes"], 2)
+    assert alone["num_gpu_blocks"] > both["num_gpu_blocks"]
+    assert apart["limit_bytes"] == alone["limit_bytes"]
+    assert main([*command[:1], "--gpu", "3", *beside[3:]]) == 2
+    assert "the embedding model takes 194% of the GPU" in capsys.readouterr().err
+
+
+def test_models_share_a_device_unless_told_apart():
+    def config(**settings):
+        return config_from_keywords(model="m", **settings)
+
+    assert share_devices(config(), config())
+    assert not share_devices(config(), config(device_ids=(1,)))
+    assert share_devices(config(tensor_parallel_size=2), config(device_ids=(1,)))
+    assert share_devices(config(data_parallel_size=2), config(device_ids=(1,)))
+    assert not share_devices(config(device_ids=(2,)), config())
+    wanted = config().cache.gpu_memory_utilization
+    assert leave_room(config(), 0.25).cache.gpu_memory_utilization == wanted - 0.25
 
 
 def test_the_largest_programs_are_compiled_on_the_device_here(tmp_path, capsys):

@@ -87,6 +87,33 @@ def config_from_keywords(**keywords: Any) -> EngineConfig:
     return EngineConfig(**made)
 
 
+def add_embedding_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a second model, beside one that generates."""
+    group = parser.add_argument_group("embedding")
+    group.add_argument(
+        "--embedding-model",
+        metavar="MODEL",
+        help="a second model, for /v1/embeddings, /score and /rerank: directory or hub id",
+    )
+    group.add_argument(
+        "--embedding-settings",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='its settings by name, as {"served_model_name": "minilm", "max_model_len": 256}',
+    )
+
+
+def embedding_config(args: argparse.Namespace) -> EngineConfig | None:
+    """What these flags say of the second model; None where there is none."""
+    given: dict[str, Any] = args.embedding_settings
+    if args.embedding_model is None:
+        if given:
+            raise ConfigError("--embedding-settings needs --embedding-model")
+        return None
+    return config_from_keywords(**given | {"model": args.embedding_model, "runner": "pooling"})
+
+
 def whole_number(text: str) -> int:
     """An integer, also as 1k (1000) or 1K (1024), and m, M, g, G likewise; auto is -1."""
     if text == "auto":

@@ -1,8 +1,13 @@
 """How a text becomes one vector: what sentence-transformers' files or the operator say of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from jaxpaged.config.settings import EngineConfig
+from jaxpaged.errors import ConfigError
+
+LEAST_SHARE = 0.05  # of a device, under which no model that generates is worth starting
 
 type PoolingKind = Literal["mean", "cls", "last"]
 
@@ -22,3 +27,27 @@ class PoolingModel:
     is_matryoshka: bool  # the first numbers of a vector are a vector too
     dimensions: tuple[int, ...]  # allowed lengths of a shortened vector; empty: all
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])  # prefixes by name
+
+
+def share_devices(config: EngineConfig, embedding: EngineConfig) -> bool:
+    """Whether the model that embeds has its device in common with the one that generates."""
+    ours, parallel = embedding.parallel.device_ids or (0,), config.parallel
+    theirs = parallel.device_ids or range(parallel.num_devices * parallel.data_parallel_size)
+    return not set(ours).isdisjoint(theirs)
+
+
+def leave_room(config: EngineConfig, share: float) -> EngineConfig:
+    """The configuration with a share of each device left to the model that embeds.
+
+    Raises:
+        ConfigError: next to nothing would be left.
+    """
+    wanted = config.cache.gpu_memory_utilization
+    left = wanted - share
+    if left < LEAST_SHARE:
+        raise ConfigError(
+            f"the embedding model takes {share:.0%} of the GPU and --gpu-memory-utilization is "
+            f'{wanted:g}: give it a GPU of its own by "device_ids" in --embedding-settings, or a '
+            "smaller max_model_len or max_num_batched_tokens there"
+        )
+    return replace(config, cache=replace(config.cache, gpu_memory_utilization=left))

@@ -80,6 +80,7 @@ class Ready(msgspec.Struct, tag="ready"):
     max_model_len: int
     default_sampling: dict[str, Any]
     load: EngineLoad
+    device_share: float = 0.0  # of a GPU's memory, that another engine must leave to this one
 
 
 class Events(msgspec.Struct, tag="events"):

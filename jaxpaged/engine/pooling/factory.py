@@ -1,10 +1,8 @@
 """Puts an embedding engine together from its configuration."""
 
-import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,25 +12,26 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged.arrays import Params
-from jaxpaged.config.architecture import EncoderConfig, ModelConfig
+from jaxpaged.config.architecture import EncoderConfig
 from jaxpaged.config.pooling import PoolingModel
 from jaxpaged.config.settings import EngineConfig
-from jaxpaged.core.pooling import RowPacker, TextPacker, TokenPacker
+from jaxpaged.engine.capacity import tree_bytes
+from jaxpaged.engine.devices import use_devices
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, programs_identity
 from jaxpaged.engine.factory import model_dtype
+from jaxpaged.engine.memory import limit_device_memory, present_device
 from jaxpaged.engine.pooling.engine import PoolingEngine
 from jaxpaged.engine.pooling.inputs import PoolingInputs
+from jaxpaged.engine.pooling.memory import beside_weights, make_packer, state_shapes
 from jaxpaged.engine.pooling.model_files import PoolingFiles, open_pooling_files
 from jaxpaged.engine.pooling.programs import PoolingPrograms
 from jaxpaged.engine.texts import tokenizer_for
 from jaxpaged.metrics import EngineMetrics
-from jaxpaged.models.decoder import init_device_state
+from jaxpaged.models.decoder import empty_like
 from jaxpaged.weights.encoder import load_encoder
 from jaxpaged.weights.loader import open_model
 
 log = logging.getLogger(__name__)
-
-CPU_TOKENS, GPU_TOKENS = 512, 8192  # a step
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class PoolingParts:
     inputs: PoolingInputs
     model: PoolingModel
     config: EngineConfig
+    device_share: float  # of a GPU's memory, for another engine to leave it; of a CPU's 0
 
 
 def build_pooling_engine(config: EngineConfig, *, warm: bool = False) -> PoolingParts:
@@ -54,13 +54,16 @@ def build_pooling_engine(config: EngineConfig, *, warm: bool = False) -> Pooling
     start = time.monotonic()
     # it needs little beside the weights, and another engine may share the device
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    limit_device_memory(config.cache.gpu_memory_utilization)
+    use_devices(config.parallel)
     platform = jax.default_backend()
     dtype = model_dtype(config.model.dtype, platform)
     files = open_pooling_files(config.model)
+    page_size = config.cache.page_size
+    packer = make_packer(files, config, is_cpu=platform == "cpu")
     graphdef, params = _load(files, config, dtype)
-    budget = config.scheduler.max_num_batched_tokens
-    budget = budget or (CPU_TOKENS if platform == "cpu" else GPU_TOKENS)
-    packer, state = _packer_and_state(files, budget, config.cache.page_size, dtype)
+    shapes = state_shapes(files, packer, page_size, dtype)
+    state = empty_like(shapes)
     store = _store(config, files, params, state)
     programs = PoolingPrograms(graphdef, files.model, params, state, packer, store)
     if warm or config.compile.warmup == "all":
@@ -70,7 +73,13 @@ def build_pooling_engine(config: EngineConfig, *, warm: bool = False) -> Pooling
     engine = PoolingEngine(programs, params, state, packer, metrics, files.model.size)
     inputs = PoolingInputs(tokenizer_for(config.model, files.path), files.model)
     log.info("%s is ready to embed after %.1f s", names[0], time.monotonic() - start)
-    return PoolingParts(engine, inputs, files.model, config)
+    share = _share(tree_bytes(params) + beside_weights(files, packer, page_size, dtype), config)
+    return PoolingParts(engine, inputs, files.model, config, share)
+
+
+def _share(num_bytes: int, config: EngineConfig) -> float:
+    device = present_device(config)
+    return 0.0 if device.is_cpu else num_bytes / device.total_bytes
 
 
 def _load(
@@ -90,20 +99,8 @@ def _load(
     return loaded.graphdef, loaded.params
 
 
-def _packer_and_state(
-    files: PoolingFiles, budget: int, page_size: int, dtype: np.dtype
-) -> tuple[TextPacker, Any]:
-    if not isinstance(files.config, ModelConfig):
-        return RowPacker(files.model.max_len, budget), {}
-    packer = TokenPacker(files.model.max_len, min(budget, files.model.max_len), page_size)
-    # nothing is sampled here, so that the counts of tokens are as small as they can be
-    config = dataclasses.replace(files.config, vocab=1)
-    state = jax.jit(lambda: init_device_state(config, packer.num_pages, page_size, 0, dtype))()
-    return packer, state
-
-
 def _store(
-    config: EngineConfig, files: PoolingFiles, params: Params, state: Mapping[str, Any]
+    config: EngineConfig, files: PoolingFiles, params: Params, state: Any
 ) -> ExecutableStore:
     folder = config.compile.compile_cache_dir
     identity = programs_identity((files.config, files.model), params, state)

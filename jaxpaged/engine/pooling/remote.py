@@ -30,6 +30,7 @@ class RemotePooling(ServedPooling):
     def __init__(self, process: EngineProcess, inputs: PoolingInputs):
         super().__init__(inputs, process.ready.config)
         self._process, self._connection = process, process.connection
+        self.device_share = process.ready.device_share
 
     @classmethod
     async def start(

@@ -25,8 +25,9 @@ class PoolingWorker(FrontLink):
 
     def ready(self) -> Ready:
         pooling, model = self._pooling, self._pooling.model
-        told = dataclasses.asdict(model)
-        return Ready(pooling.parts.config, model.vocab, model.max_len, told, NO_LOAD)
+        told, parts = dataclasses.asdict(model), pooling.parts
+        sizes = model.vocab, model.max_len
+        return Ready(parts.config, *sizes, told, NO_LOAD, parts.device_share)
 
     def beat(self) -> Beat | None:
         pooling = self._pooling
