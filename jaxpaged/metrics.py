@@ -21,6 +21,8 @@ TOKEN_TIMES = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
 )
+REASONS = ("stop", "length", "abort", "error", "repetition")
+LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
 FEW = (1, 2, 5, 10, 20)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -98,7 +100,7 @@ class EngineMetrics:
         self._output_tokens = self._counter("generation_tokens", "tokens sampled")
         self._corrupted = self._counter("corrupted_requests", "requests whose logits broke")
         self._success = self._counters(
-            "request_success", "finished sequences by reason", "finished_reason"
+            "request_success", "finished sequences by reason", "finished_reason", REASONS
         )
         self._step_tokens = self._histogram("iteration_tokens_total", "tokens a step", STEP_TOKENS)
         self._first = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_TIMES)
@@ -124,10 +126,8 @@ class EngineMetrics:
         self._cached = self._counter("prompt_tokens_cached", "prompt tokens found in the cache")
         self._by_source = self._counters("prompt_tokens_by_source", "prompt tokens", "source")
         self._rejections = self._counters(
-            "admission_rejections", "refused: too much waits", "reason"
+            "admission_rejections", "refused: too much waits", "reason", LIMITS
         )
-        for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
-            self._rejections.labels(**self._labels, reason=reason)
 
     def cache_config(self, **fields: object) -> None:
         """Publish the pool's settings as labels of `vllm:cache_config_info`."""
@@ -253,9 +253,13 @@ class EngineMetrics:
         counter = Counter(f"vllm:{name}", help, list(self._labels), registry=self.registry)
         return counter.labels(**self._labels)
 
-    def _counters(self, name: str, help: str, label: str) -> Counter:
+    def _counters(self, name: str, help: str, label: str, values: Iterable[str] = ()) -> Counter:
+        """Counters by `label`, those of `values` there from the beginning."""
         names = [*self._labels, label]
-        return Counter(f"vllm:{name}", help, names, registry=self.registry)
+        counter = Counter(f"vllm:{name}", help, names, registry=self.registry)
+        for value in values:
+            counter.labels(**self._labels, **{label: value})
+        return counter
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         names = list(self._labels)

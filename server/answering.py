@@ -52,23 +52,24 @@ async def stream_outputs(
     request: web.Request, server: ServerState, outputs: Numbered, writer: Writer
 ) -> web.StreamResponse:
     """Answer with a stream of events, as outputs come."""
-    first = await anext(outputs)  # a refusal comes here, while there is a status to tell it with
-    check_output(first[1])
-    stream = EventStream(request, server.limits.write_timeout_s)
-    await stream.start()
-    try:
-        await stream.send(writer.events(*first))
-        async for number, output in outputs:
-            check_output(output)
-            await stream.send(writer.events(number, output))
-        await stream.send(writer.last())
-    except ConnectionError as error:
-        log.info("%s: %s", first[1].request_id, error)
-        return stream.response
-    except Exception as error:
-        log_refusal(request, error)
-        await stream.send(writer.failure(error))
-    return await stream.finish(writer.tail)
+    stream = EventStream(request, server.limits)
+    with stream.kept_alive():
+        try:
+            async for number, output in outputs:
+                check_output(output)
+                await stream.start()
+                await stream.send(writer.events(number, output))
+            await stream.send(writer.last())
+        except ConnectionError as error:
+            log.info("%s: %s", request.path, error)
+            return stream.response
+        except Exception as error:
+            if not stream.is_started:
+                raise  # while there is a status to tell it with
+            log_refusal(request, error)
+            await stream.start()
+            await stream.send(writer.failure(error))
+        return await stream.finish(writer.tail)
 
 
 class _Chunks:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
@@ -26,10 +27,11 @@ from server.batching.routes import add_batch_routes, run_batches
 from server.batching.store import BatchStore
 from server.cors import Origins
 from server.engine_state import WATCH, EngineWatch, engine_state
-from server.errors import Handler, errors_as_json
+from server.errors import Handler, error_body, errors_as_json
 from server.http_metrics import NOT_COUNTED
 from server.openapi import openapi
 from server.page_files import PageFiles
+from server.sse import STREAM
 from server.state import SERVER, USAGE, ServerLimits, ServerState, payer_of
 
 MAX_REQUEST_ID = 256  # characters of X-Request-Id that are echoed
@@ -41,16 +43,18 @@ def create_app(
     limits: ServerLimits | None = None,
     store: BatchStore | None = None,
     pooling: ServedPooling | None = None,
+    middlewares: Sequence[Middleware] = (),
 ) -> web.Application:
     """An application over a running engine; `Listener` puts it on a socket.
 
     Files and batches are served where there is a store for them; the application closes it.
+    `middlewares` are the operator's own, round the check of the key.
     """
     limits, keys = limits or ServerLimits(), KeyGuard(api_keys)
     guard = guard_middleware(keys)
     origins = Origins(limits.allowed_origins)
     app = web.Application(
-        middlewares=[count_requests, errors_as_json, origins.middleware(), guard],
+        middlewares=[count_requests, errors_as_json, origins.middleware(), *middlewares, guard],
         client_max_size=limits.max_request_bytes,
     )
     app[SERVER] = ServerState(engine, limits, pooling=pooling)
@@ -70,6 +74,10 @@ def create_app(
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         """Echo the client's id, tell it what is left of its limits, and let its page read it."""
+        if isinstance(response, web.HTTPExpectationFailed):  # aiohttp's, before any middleware
+            body = response.body = error_body(response)
+            response.content_type = "application/json"
+            response.headers["Content-Length"] = str(len(body))
         response.headers.update(app[SERVER].rates.headers(*payer_of(request)))
         response.headers.update(origins.headers(request))
         given = request.headers.get("X-Request-Id")
@@ -163,27 +171,37 @@ def _add_pooling_routes(router: web.UrlDispatcher | _Prefixed) -> None:
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     state = request.app[SERVER]
     state.connections.arrived(request.protocol)
-    start = time.monotonic()
-    code = 499  # the client left
+    start, response = time.monotonic(), None
     try:
         response = await handler(request)
-        code = response.status
         return response
     finally:
         state.connections.answered(request.protocol)
-        _note(request, state, code, time.monotonic() - start)
+        _note(request, state, response, time.monotonic() - start)
 
 
-def _note(request: web.Request, state: ServerState, code: int, seconds: float) -> None:
+def _note(
+    request: web.Request, state: ServerState, response: web.StreamResponse | None, seconds: float
+) -> None:
     resource = request.match_info.route.resource
     pattern = "none" if resource is None else resource.canonical
+    code = 499 if response is None else response.status  # 499: the client left
     if route_name(request) not in NOT_COUNTED:
-        state.metrics.observe(request.method, pattern, code, seconds)
+        received, sent = request.content.total_bytes, _num_sent(request, response)
+        state.metrics.observe(request.method, pattern, code, seconds, received, sent)
     limits = state.limits
     if limits.is_logging_access and request.path not in limits.unlogged_paths:
         usage = request.get(USAGE)
         tokens = None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
         log_access(request, pattern, code, seconds, tokens)
+
+
+def _num_sent(request: web.Request, response: web.StreamResponse | None) -> int:
+    """Bytes of an answer's body; a file is sent later."""
+    stream = request.get(STREAM)
+    if stream is not None:
+        return stream.num_bytes
+    return 0 if response is None else response.content_length or 0
 
 
 def _printable(request_id: str) -> str:

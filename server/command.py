@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jaxpaged.config.flags import config_from_args
@@ -23,6 +24,7 @@ from jaxpaged.errors import ConfigError, JaxPagedError
 from server.app import create_app
 from server.batching.routes import open_store
 from server.batching.store import BatchStore
+from server.fingerprint import system_fingerprint
 from server.flags import make_parser
 from server.serving import bind, close_engine, serve
 from server.settings import ServerSettings, parse, server_settings
@@ -83,7 +85,11 @@ async def _serve(
                 config = leave_room(config, pooling.device_share)
             engine = await _start(config, settings, worker)
             engines.append(engine)
-        app = create_app(engine, settings.api_keys, settings.limits, store, pooling)
+        told = replace(engine.config, parallel=config.parallel)  # of all replicas
+        engine.fingerprint = system_fingerprint(told, *settings.fingerprint)
+        app = create_app(
+            engine, settings.api_keys, settings.limits, store, pooling, settings.middlewares
+        )
         code = await serve(app, listening, settings)
     finally:
         closed = [await asyncio.to_thread(close_engine, engine) for engine in engines]

@@ -112,7 +112,7 @@ async def stream_directly(
     request: web.Request, server: ServerState, job: Job
 ) -> web.StreamResponse:
     """Answer a job whose chunks need no more than text."""
-    events = EventStream(request, server.limits.write_timeout_s)
+    events = EventStream(request, server.limits)
     stream = DirectStream(job, events)
     sinks = [_PromptSink(stream, i, job.params.n) for i in range(len(job.prompts))]
     engine, submitted = server.engine, list[tuple[str, _PromptSink]]()
@@ -129,11 +129,12 @@ async def stream_directly(
             )
             submitted.append((request_id, sink))
             stream.usage.add_prompt(len(made.prompt_token_ids), 0)
-        await stream.woken.wait()
-        if stream.error is not None:
-            raise stream.error  # while there is a status to tell it with
-        await events.start()
-        return await _run(request, job, stream, events, sinks)
+        with events.kept_alive():
+            await stream.woken.wait()
+            if stream.error is not None and not events.is_started:
+                raise stream.error  # while there is a status to tell it with
+            await events.start()
+            return await _run(request, job, stream, events, sinks)
     finally:
         for request_id, sink in submitted:
             engine.release(request_id, is_finished=sink.num_open == 0)

@@ -102,6 +102,7 @@ _HTTP_MESSAGES = {
     404: "there is no such endpoint",
     405: "this endpoint does not take this method",
     413: "the body is larger than --max-request-bytes",
+    417: "of Expect only 100-continue is served",
 }
 
 
@@ -121,7 +122,7 @@ def error_response(error: BaseException, path: str) -> web.Response:
     )
 
 
-def log_refusal(request: web.Request, error: BaseException) -> None:
+def log_refusal(request: web.BaseRequest, error: BaseException) -> None:
     """One line a refusal; what the client wrote is escaped."""
     status = status_of(error)
     if status == 500 and not isinstance(error, JaxPagedError):

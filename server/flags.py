@@ -74,6 +74,14 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "monitor and admin, and limits a minute",
     )
     group.add_argument(
+        "--middleware",
+        action="append",
+        default=[],
+        metavar="MODULE.NAME",
+        help="a coroutine function of your own (request, handler) round every request, before the "
+        "key is checked; may be given several times",
+    )
+    group.add_argument(
         "--ui",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -194,6 +202,22 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         default=_LIMITS.stream_interval,
         metavar="TOKENS",
         help="tokens a chunk of a stream, but for the first (default: 1)",
+    )
+    group.add_argument(
+        "--fingerprint-mode",
+        choices=("full", "hash", "custom", "none"),
+        default="full",
+        help="system_fingerprint of answers: version, parallel sizes and a hash of the settings; "
+        "hash: without the sizes; custom: --fingerprint-value (default: full)",
+    )
+    group.add_argument("--fingerprint-value", default="", metavar="TEXT")
+    group.add_argument(
+        "--sse-keep-alive-interval",
+        type=float,
+        default=_LIMITS.sse_keep_alive_s,
+        metavar="SECONDS",
+        help="send a comment where a stream would be silent for so long, the first token included: "
+        "for proxies that cut idle connections (default: 0, never)",
     )
     group.add_argument(
         "--default-chat-template-kwargs",

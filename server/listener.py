@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from server.deadlines import TimedConnection
+from server.errors import HttpError, error_response, log_refusal
 from server.state import SERVER
 
 BACKLOG = 2048
@@ -28,6 +29,31 @@ def connection_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(SPARE_FILES, most - SPARE_FILES)
+
+
+class Protocol(RequestHandler):
+    """aiohttp's, but what is no HTTP gets an answer in the shape of all other errors."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to a head that cannot be read; the connection ends with it."""
+        error: BaseException = exc or HttpError(status, "the request could not be answered")
+        if status != 500:
+            reason = (message or "").strip().partition("\n")[0] or "malformed"
+            error = HttpError(status, f"the request is no valid HTTP: {reason}")
+        log_refusal(request, error)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: there is no place for an error")
+        response = error_response(error, "")
+        response.force_close()
+        return response
 
 
 class Listener:
@@ -81,4 +107,5 @@ class Listener:
         server = self._runner.server
         assert server is not None
         protocol: RequestHandler = server()
+        protocol.__class__ = Protocol  # aiohttp makes it without asking which
         return TimedConnection(protocol, self._state.connections)

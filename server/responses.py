@@ -45,7 +45,7 @@ async def create(request: web.Request) -> web.StreamResponse:
             job, answer = await response_job(body, chat, server.engine, usage, **asker)
             messages = [*history, *input_messages(body.input)]
             stored = StoredResponse(key_id, answer, messages, input_items(body.input), len(data))
-            work.enter_context(server.open(job))
+            work.enter_context(server.open(job, "responses"))
             if body.background:
                 return await _start(request, store, stored, body, job, work.pop_all())
             return await _answer(request, store, stored, body, job)
@@ -151,11 +151,12 @@ async def delete(request: web.Request) -> web.Response:
 
 
 async def _follow(request: web.Request, stored: StoredResponse, after: int) -> web.StreamResponse:
-    stream = EventStream(request, request.app[SERVER].limits.write_timeout_s)
+    stream = EventStream(request, request.app[SERVER].limits)
     await stream.start()
-    async for events in stored.follow(after):
-        await stream.send(_events(events))
-    return await stream.finish(b"")
+    with stream.kept_alive():
+        async for events in stored.follow(after):
+            await stream.send(_events(events))
+        return await stream.finish(b"")
 
 
 def _after(request: web.Request) -> int:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from aiohttp.typedefs import Middleware
 
 from jaxpaged.config.flags import ArgumentParser, embedding_config
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError
 from server.auth import ApiKey, parse_key_line
+from server.fingerprint import FingerprintMode
 from server.listener import connection_limit
+from server.own_middleware import own_middleware
 from server.state import ServerLimits
 
 
@@ -33,6 +36,8 @@ class ServerSettings:
     metrics_port: int | None = None
     warmup_file: Path | None = None
     embedding: EngineConfig | None = None  # of a second model
+    middlewares: tuple[Middleware, ...] = ()  # the operator's own
+    fingerprint: tuple[FingerprintMode, str] = ("full", "")
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -71,6 +76,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         unlogged_paths=frozenset(args.disable_access_log_for_endpoints),
         warm_prefix_share=args.max_warm_prefix_share,
         stream_interval=args.stream_interval,
+        sse_keep_alive_s=args.sse_keep_alive_interval,
         forces_usage=args.enable_force_include_usage,
         batch_dir=args.batch_dir,
         max_batch_file_bytes=args.max_batch_file_bytes,
@@ -90,7 +96,17 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         metrics_port=args.metrics_port,
         warmup_file=None if args.warmup_file is None else Path(args.warmup_file),
         embedding=embedding_config(args),
+        middlewares=tuple(map(own_middleware, args.middleware)),
+        fingerprint=_fingerprint(args),
     )
+
+
+def _fingerprint(args: argparse.Namespace) -> tuple[FingerprintMode, str]:
+    if (args.fingerprint_mode == "custom") != bool(args.fingerprint_value):
+        raise ConfigError(
+            "--fingerprint-mode custom and --fingerprint-value go together: give both or neither"
+        )
+    return args.fingerprint_mode, args.fingerprint_value
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -105,7 +121,9 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
-    for name in ("shutdown_timeout", "stall_timeout", "watchdog_timeout"):
+    for name in (
+        "shutdown_timeout", "stall_timeout", "watchdog_timeout", "sse_keep_alive_interval",
+    ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1e9:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be 0 or more")
@@ -145,8 +163,8 @@ def _flag(name: str, value: Any) -> list[str]:
         return [f"--{name}={json.dumps(value)}"]
     if isinstance(value, list):
         items = [str(item) for item in cast("list[Any]", value)]
-        if name == "api-key":
-            return [f"--api-key={item}" for item in items]
+        if name in ("api-key", "middleware"):
+            return [f"--{name}={item}" for item in items]
         return [f"--{name}={','.join(items)}"]
     return [] if value is None else [f"--{name}={value}"]
 

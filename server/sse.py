@@ -5,12 +5,16 @@ second, what an HTTP library does around each write would cost more than the mod
 """
 
 import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from aiohttp import web
 
+from server.state import ServerLimits
+
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: no event for clients, but bytes for proxies
 HIGH_WATER = 256 * 1024  # bytes unsent before a stream waits for its reader
-WRITE_TIMEOUT_S = 30.0
 POLL_S = 0.02
 
 
@@ -21,9 +25,9 @@ class SlowReader(ConnectionError):
 class EventStream:
     """One response of server-sent events. Nothing is sent before `start`."""
 
-    def __init__(self, request: web.Request, write_timeout_s: float = WRITE_TIMEOUT_S):
+    def __init__(self, request: web.Request, limits: ServerLimits):
         self._request = request
-        self._timeout_s = write_timeout_s
+        self._timeout_s, self._keep_alive_s = limits.write_timeout_s, limits.sse_keep_alive_s
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -32,15 +36,43 @@ class EventStream:
             }
         )
         self._is_chunked = request.version >= (1, 1)
-        self.is_started = False
+        self._starting = asyncio.Lock()
+        self._is_silent = True  # since the last look
+        self.is_started = False  # there is no status to tell a refusal with any more
+        self.num_bytes = 0  # written so far
 
     async def start(self) -> None:
-        if self._is_chunked:
-            self.response.enable_chunked_encoding()
-        else:
-            self.response.force_close()
-        await self.response.prepare(self._request)
-        self.is_started = True
+        """Send the head, once."""
+        async with self._starting:
+            if self.is_started:
+                return
+            self.is_started = True
+            if self._is_chunked:
+                self.response.enable_chunked_encoding()
+            else:
+                self.response.force_close()
+            self._request[STREAM] = self
+            await self.response.prepare(self._request)
+
+    @contextmanager
+    def kept_alive(self) -> Generator[None]:
+        """Meanwhile a comment is sent where nothing was for --sse-keep-alive-interval."""
+        if not self._keep_alive_s:
+            yield
+            return
+        task = asyncio.create_task(self._keep_alive(self._keep_alive_s / 2))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _keep_alive(self, half_s: float) -> None:
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(half_s)
+            if self._is_silent:
+                await asyncio.shield(self.start())
+                self.write(KEEP_ALIVE)
 
     def write(self, events: bytes) -> bool:
         """Hand whole events to the connection; False once so much is unsent that one should wait.
@@ -51,6 +83,8 @@ class EventStream:
         if transport is None or transport.is_closing():
             return True
         if events:  # an empty chunk would end the body
+            self._is_silent = False
+            self.num_bytes += len(events)
             framed = b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events
             transport.write(framed)
         return transport.get_write_buffer_size() <= HIGH_WATER
@@ -83,3 +117,6 @@ class EventStream:
                 transport.abort()
                 raise SlowReader(f"the client has not read for {self._timeout_s:g} s")
             await asyncio.sleep(POLL_S)
+
+
+STREAM = web.RequestKey("stream", EventStream)

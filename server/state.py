@@ -11,6 +11,7 @@ from aiohttp import web
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import CapacityError, Draining, OutOfTime, RequestError
+from jaxpaged.openai.chat import ChatForm
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.schema import SamplingFields, StreamOptions
@@ -54,6 +55,7 @@ class ServerLimits:
     max_batch_key_bytes: int = 10 * 2**30
     max_batch_inflight: int | None = None  # lines; three quarters of the rows
     stream_interval: int = 1  # tokens a chunk, where a request says nothing
+    sse_keep_alive_s: float = 0.0  # of silence in a stream before a comment; 0: none is sent
     template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -104,7 +106,7 @@ class ServerState:
                 self._idle.set()
 
     @contextmanager
-    def open(self, job: Job) -> Generator[None]:
+    def open(self, job: Job, kind: str = "chat_completions") -> Generator[None]:
         """While a job is answered the engine's ids of it are known, so that it can be ended."""
         self.open_ids.update(job.request_ids)
         self.open_jobs.append(job)
@@ -118,6 +120,14 @@ class ServerState:
                 timer.cancel()
             self.open_ids.difference_update(job.request_ids)
             self.open_jobs.remove(job)
+            self._note_calls(job, kind)
+
+    def _note_calls(self, job: Job, kind: str) -> None:
+        """Tell the metrics what tool parsers found."""
+        readings = job.form.tool_readings if isinstance(job.form, ChatForm) else ()
+        mode = "streaming" if job.body.stream else "non_streaming"
+        for reading in readings:
+            self.metrics.answer_parsed(job.envelope.model, mode, kind, reading)
 
     @contextmanager
     def open_id(self, request_id: str) -> Generator[str]:

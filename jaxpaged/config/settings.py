@@ -33,8 +33,12 @@ class ModelSettings:
     model: str = setting("", "directory, GGUF file or hub id of the model")
     served_model_name: tuple[str, ...] = setting((), "names in the API (default: the model)")
     tokenizer: str | None = setting(None, "directory of another tokenizer (default: the model's)")
+    tokenizer_mode: Literal["auto", "hf"] = setting(
+        "auto", "both read tokenizer.json, or make one of what the model has instead"
+    )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids only")
     revision: str | None = setting(None, "commit or tag on the hub")
+    download_dir: str | None = setting(None, "for models of the hub (default: its own cache)")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "type of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU"
     )
@@ -74,6 +78,11 @@ class ModelSettings:
     ) = setting(None, "the form in which the model writes calls of tools")
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = setting(
         None, "the form of the model's reasoning, which is then told apart from its answer"
+    )
+    structured_outputs_backend: Literal["auto", "guidance"] = setting(
+        "auto",
+        "both hold answers to their grammar with llguidance",
+        flag="--structured-outputs-config.backend",
     )
     runner: Literal["auto", "generate", "pooling"] = setting(
         "auto",

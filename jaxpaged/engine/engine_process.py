@@ -23,7 +23,8 @@ DUMP_S = 0.5  # likewise, for one that hangs: enough to write its stacks
 async def with_place(config: EngineConfig) -> EngineConfig:
     """The configuration with its model found, or fetched, and named."""
     given = config.model
-    found = await asyncio.to_thread(find_checkpoint, given.model, given.load_format, given.revision)
+    place = given.revision, given.download_dir
+    found = await asyncio.to_thread(find_checkpoint, given.model, given.load_format, *place)
     names = given.served_model_name or (given.model,)
     model = dataclasses.replace(given, model=str(found.path), served_model_name=names)
     return dataclasses.replace(config, model=model)

@@ -235,6 +235,7 @@ def open_files(
         load_format=config.model.load_format,
         hf_overrides=config.model.hf_overrides,
         revision=config.model.revision,
+        download_dir=config.model.download_dir,
         attend=attention or paged_attention,
         placement=placement,
     )

@@ -37,6 +37,8 @@ class ServedEngine(ABC):
     All of it is used in one event loop.
     """
 
+    fingerprint: str | None = None  # told in answers, see `server/fingerprint.py`
+
     def __init__(self, inputs: InputProcessor, template: ChatTemplate | None, sinks: Sinks):
         self.tokenizer = inputs.tokenizer
         self._texts, self._sinks = PromptTexts(inputs, template), sinks

@@ -15,7 +15,7 @@ from jaxpaged.openai.chunks import CHAT, Envelope, Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
 from jaxpaged.openai.params import beam_params, chat_params, check_logprobs, salt_of
-from jaxpaged.openai.parsed import ParsedAnswer
+from jaxpaged.openai.parsed import ParsedAnswer, ToolReading
 from jaxpaged.openai.prompts import encode_chat
 from jaxpaged.openai.schema import ChatRequest, decode_body
 from jaxpaged.openai.tools import ToolUse, tool_use
@@ -56,7 +56,7 @@ async def chat_job(
     params = _with_reasoning(params, engine.model_settings, prompt["prompt"])
     parsing = _parsing(body, use, params, engine.model_settings, prompt["prompt"])
     form = ChatForm(body, engine, parsing)
-    envelope = Envelope.new("chatcmpl", model)
+    envelope = Envelope.new("chatcmpl", model, engine.fingerprint)
     beams = beam_params(body, params, engine.max_model_len - len(prompt["prompt_token_ids"]))
     salt = salt_of(body, key_id)
     return Job(body, [prompt], params, envelope, form, salt, key_id, usage, beams)
@@ -155,8 +155,14 @@ class ChatForm:
         return {"prompt_logprobs": prompt_logprobs(self._labels, output.prompt_logprobs or ())}
 
     def parsed(self) -> ParsedAnswer:
-        """What reads an answer; one that is content as it stands too."""
-        return ParsedAnswer(None, None) if self._parsing is None else self._parsing()
+        """What reads the one answer of other endpoints; one that is content as it stands too."""
+        return self._answer(0) or ParsedAnswer(None, None)
+
+    @property
+    def tool_readings(self) -> list[ToolReading]:
+        """What tool parsers found in the answers that have ended."""
+        found = [answer.reading for answer in self._answers.values()]
+        return [reading for reading in found if reading is not None]
 
     def _answer(self, index: int) -> ParsedAnswer | None:
         if self._parsing is not None and index not in self._answers:

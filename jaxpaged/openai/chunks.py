@@ -20,10 +20,11 @@ class Envelope:
     answer_id: str
     created: int
     model: str
+    fingerprint: str | None  # of the server
 
     @classmethod
-    def new(cls, prefix: str, model: str) -> "Envelope":
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+    def new(cls, prefix: str, model: str, fingerprint: str | None = None) -> "Envelope":
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, fingerprint)
 
     def fields(self, kind: str) -> dict[str, Any]:
         return {
@@ -31,6 +32,7 @@ class Envelope:
             "object": kind,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
         }
 
 

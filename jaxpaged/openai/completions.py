@@ -39,7 +39,8 @@ async def completion_job(
         prompts = [await truncated(body, prompt, params.max_tokens, engine) for prompt in prompts]
     form = CompletionForm(body, params, engine)
     salt = salt_of(body, key_id)
-    beams, envelope = beam_params(body, params, engine.max_model_len), Envelope.new("cmpl", model)
+    beams = beam_params(body, params, engine.max_model_len)
+    envelope = Envelope.new("cmpl", model, engine.fingerprint)
     return Job(body, prompts, params, envelope, form, salt, key_id, usage, beams)
 
 

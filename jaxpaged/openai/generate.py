@@ -36,7 +36,8 @@ def generate_job(
     check_logprobs(params, engine.model_settings.max_logprobs)
     params = replace(params, detokenize=bool(params.stop))
     prompts = completion_prompts(body.token_ids, params.n, engine)
-    envelope, form = Envelope.new("gen", model), TokensForm(whole, engine, body.request_id)
+    envelope = Envelope.new("gen", model, engine.fingerprint)
+    form = TokensForm(whole, engine, body.request_id)
     beams, salt = beam_params(whole, params, engine.max_model_len), salt_of(whole, key_id)
     return Job(whole, prompts, params, envelope, form, salt, key_id, usage, beams)
 

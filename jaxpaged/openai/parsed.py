@@ -1,10 +1,17 @@
 """An answer whose text holds more than content: reasoning, calls of tools."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpaged.text.answer_parts import AnswerPart, CallArguments, CallStart, Content, Reasoning
 from jaxpaged.text.reasoning import ReasoningParser
 from jaxpaged.text.tools import ToolParser
+
+
+class ToolReading(NamedTuple):
+    """What a tool parser found in an answer that has ended."""
+
+    has_calls: bool
+    is_broken: bool  # some text began a call and departed from its format
 
 
 class ParsedAnswer:
@@ -19,16 +26,24 @@ class ParsedAnswer:
     ):
         self._reasoning, self._tools = reasoning, tools
         self._shows_reasoning = shows_reasoning
-        self._has_calls = False
+        self._has_calls = self._is_ended = False
 
     @property
     def is_reasoning(self) -> bool:
         """Reasoning goes on."""
         return self._reasoning is not None and self._reasoning.is_open
 
+    @property
+    def reading(self) -> ToolReading | None:
+        """What came of looking for calls; None without tools, or where the answer goes on."""
+        if self._tools is None or not self._is_ended:
+            return None
+        return ToolReading(self._has_calls, self._tools.has_broken_calls)
+
     def read(self, text: str, *, ends: bool) -> list[AnswerPart]:
         """The parts that more text makes certain; all that is left where the text `ends`."""
         parts: list[AnswerPart] = [Content(text)]
+        self._is_ended = ends
         if self._reasoning is not None:
             parts = self._reasoning.push(text)
             if ends:

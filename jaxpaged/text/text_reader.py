@@ -41,6 +41,11 @@ class TextReader:
         """No more will come."""
         self._is_ended = True
 
+    @property
+    def is_at_end(self) -> bool:
+        """Nothing is left, and no more will come."""
+        return self._is_ended and self._place == len(self._text)
+
     def mark(self) -> None:
         self._mark = self._place
 

@@ -103,6 +103,7 @@ def open_model(
     load_format: LoadFormat = "auto",
     hf_overrides: Mapping[str, Any] | None = None,
     revision: str | None = None,
+    download_dir: str | None = None,
     attend: AttentionOp = paged_attention,
     placement: Placement | None = None,
 ) -> ModelFiles:
@@ -118,7 +119,7 @@ def open_model(
         ConfigError: the configuration cannot be served, or not on these devices.
         WeightsError: the weights are in no format that is read.
     """
-    checkpoint = find_checkpoint(path_or_id, load_format, revision)
+    checkpoint = find_checkpoint(path_or_id, load_format, revision, download_dir)
     gguf = GgufSource(checkpoint.path) if checkpoint.kind == "gguf" else None
     hf_config = read_config(checkpoint.path) if gguf is None else gguf.hf_config
     hf_config = merged(hf_config, hf_overrides or {})

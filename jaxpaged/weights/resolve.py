@@ -35,11 +35,15 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    path_or_id: str | Path, load_format: LoadFormat, revision: str | None
+    path_or_id: str | Path,
+    load_format: LoadFormat,
+    revision: str | None,
+    download_dir: str | None = None,
 ) -> Checkpoint:
     """Find a folder or a GGUF file, or fetch a model from the hub.
 
-    Only safetensors, configuration and tokenizer files are fetched.
+    Only safetensors, configuration and tokenizer files are fetched, to the hub's own cache where no
+    `download_dir` is given.
 
     Raises:
         ConfigError: there is no such thing, or the hub cannot be asked.
@@ -47,7 +51,7 @@ def find_checkpoint(
     """
     path = Path(path_or_id)
     if not path.exists():
-        path = _fetch(str(path_or_id), load_format, revision)
+        path = _fetch(str(path_or_id), load_format, revision, download_dir)
     checkpoint = _identify(path)
     if load_format not in ("auto", "dummy", checkpoint.kind):
         said = f"load_format is {load_format}, {path.name} is {KINDS[checkpoint.kind]}"
@@ -113,7 +117,9 @@ def _check_weights(folder: Path) -> None:
     raise WeightsError(clip(f"{folder.name} has neither {SINGLE} nor {INDEX}"))
 
 
-def _fetch(model_id: str, load_format: LoadFormat, revision: str | None) -> Path:
+def _fetch(
+    model_id: str, load_format: LoadFormat, revision: str | None, download_dir: str | None
+) -> Path:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id) or model_id.startswith("."):
         raise ConfigError(
             clip(f"{model_id} does not exist: name a folder, a .gguf file or a hub id")
@@ -123,6 +129,7 @@ def _fetch(model_id: str, load_format: LoadFormat, revision: str | None) -> Path
         folder = huggingface_hub.snapshot_download(
             model_id,
             revision=revision,
+            cache_dir=download_dir,
             allow_patterns=[*SMALL_FILES, *weights],
             ignore_patterns=list(IGNORED_FILES),
         )

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.pooling.served import ServedPooling
@@ -99,10 +100,11 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         limits: ServerLimits | None = None,
         store: BatchStore | None = None,
         pooling: ServedPooling | None = None,
+        middlewares: tuple[Middleware, ...] = (),
         **options: Any,
     ) -> Running:
         llm, engine = fake_llm(tmp_path / f"model{len(closing)}", **options)
-        app = create_app(llm, api_keys, limits, store, pooling)
+        app = create_app(llm, api_keys, limits, store, pooling, middlewares)
         listening = socket.create_server(("127.0.0.1", 0))
         listener = await Listener.start(app, listening)
         session = aiohttp.ClientSession()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import ssl
@@ -11,11 +12,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from jaxpaged import cli
+from jaxpaged import __version__, cli
+from jaxpaged.config.flags import config_from_args
 from jaxpaged.errors import ConfigError
 from server import command
 from server.app import create_app
 from server.auth import ApiKey
+from server.errors import HttpError
+from server.fingerprint import system_fingerprint
 from server.flags import make_parser
 from server.serving import EXIT_DONE, EXIT_ENGINE_STOPPED, bind, close_engine, serve
 from server.settings import ServerSettings, flags_from_file, parse, server_settings
@@ -171,11 +175,50 @@ def test_keys_come_from_flags_and_from_a_file(tmp_path):
         (["--root-path", "x"], "--root-path is 'x'"),
         (["--warmup-file", "missing"], "--warmup-file missing is no file"),
         (["--stall-timeout", "-1"], "--stall-timeout is -1"),
+        (["--sse-keep-alive-interval", "-1"], "--sse-keep-alive-interval is -1"),
+        (["--fingerprint-mode", "custom"], "--fingerprint-value go together"),
+        (["--middleware", "no_such_module.name"], "cannot be imported"),
+        (["--middleware", "server.command.main"], "must be a coroutine function"),
     ],
 )
 def test_settings_that_cannot_work_are_named(argv, names):
     with pytest.raises(ConfigError, match=names):
         settings_of(*argv)
+
+
+def test_a_fingerprint_tells_version_spread_and_settings():
+    def made(*argv: str) -> str | None:
+        args = parse(make_parser("x"), ["model", *argv])
+        return system_fingerprint(config_from_args(args), *server_settings(args).fingerprint)
+
+    usual = made()
+    assert usual is not None
+    assert re.fullmatch(rf"jaxpaged-{re.escape(__version__)}-[0-9a-f]{{8}}", usual)
+    assert made("--port", "9", "--compile-cache-dir", "x") == usual
+    assert made("--dtype", "float16") != usual
+    assert (made("-tp=2") or "").startswith(f"jaxpaged-{__version__}-tp2-")
+    assert "tp2" not in (made("-tp=2", "--fingerprint-mode", "hash") or "")
+    assert made("--fingerprint-mode", "custom", "--fingerprint-value", "mine") == "mine"
+    assert made("--fingerprint-mode", "none") is None
+
+
+async def test_code_of_the_operators_own_sees_every_request_before_the_key(start):
+    settings = settings_of(f"--middleware={__name__}.refuse_teapots")
+    server = await start(("sk-1",), middlewares=settings.middlewares)
+    keyed = {"Authorization": "Bearer sk-1"}
+    refused = await server.get("/v1/models", headers={"X-Teapot": "1"})
+    assert (refused.status, refused.error["message"]) == (418, "short and stout")
+    assert (await server.get("/v1/models")).status == 401
+    reply = await server.get("/v1/models", headers=keyed)
+    assert (reply.status, reply.headers["x-seen"]) == (200, "yes")
+
+
+async def refuse_teapots(request, handler):
+    if "X-Teapot" in request.headers:
+        raise HttpError(418, "short and stout")
+    response = await handler(request)
+    response.headers["X-Seen"] = "yes"
+    return response
 
 
 def test_a_file_of_flags_comes_before_the_command_line(tmp_path):

@@ -1,6 +1,7 @@
 """Tools and reasoning over HTTP: calls, streamed and whole, and what may be asked of them."""
 
 import json
+import re
 import time
 
 import openai
@@ -127,6 +128,40 @@ async def test_a_malformed_call_is_content(start):
     assert choice["finish_reason"] == "stop"
     message, reason = streamed((await server.post(ask(stream=True), CHAT)).events)
     assert (message["content"], reason) == (text, "stop")
+
+
+BROKEN = '<tool_call>{"name": "weather", "arguments": {city}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "num_broken"),
+    [(TWO_CALLS, "tool_call", 0), ("no call", "no_tool_call", 0), (BROKEN, "no_tool_call", 1)],
+)
+async def test_what_a_tool_parser_found_is_counted(start, script, outcome, num_broken):
+    server = await start(script=script, model_settings=HERMES)
+    item = {"type": "function"} | WEATHER["function"]
+    asked = {"input": "Hi", "tools": [item]}
+    await server.post(ask(n=2), CHAT)
+    await server.post(ask(stream=True), CHAT)
+    await server.post(ask(max_tokens=30), CHAT)  # a call that is cut departs from no format
+    await server.post(asked, "/v1/responses")
+    text = (await server.get("/metrics")).raw.decode()
+    name = "vllm:tool_call_parser_invocations_total"
+    counts = {
+        (mode, kind): float(number)
+        for mode, found, kind, number in re.findall(
+            rf'{name}{{mode="(\w+)",model_name="S",outcome="(\w+)",request_type="(\w+)"}} (\S+)',
+            text,
+        )
+        if found == outcome
+    }
+    assert counts["streaming", "chat_completions"] == 1
+    assert counts["non_streaming", "chat_completions"] >= 2
+    assert counts["streaming", "responses"] == 1
+    failed = 'jaxpaged:tool_call_parser_failures_total{model_name="S",request_type="responses"}'
+    assert f"{failed} {float(num_broken)}" in text
+    failed = failed.replace("responses", "chat_completions")
+    assert f"{failed} {3.0 * num_broken}" in text
 
 
 async def test_logprobs_and_ids_come_with_chunks_that_show_nothing(start):

@@ -117,8 +117,9 @@ def test_only_harmless_files_are_fetched_from_the_hub(monkeypatch, tmp_path):
         return str(config_only(tmp_path))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert find_checkpoint("owner/model", "dummy", "v2").path == tmp_path
+    assert find_checkpoint("owner/model", "dummy", "v2", "models").path == tmp_path
     assert (asked["repo"], asked["revision"]) == ("owner/model", "v2")
+    assert asked["cache_dir"] == "models"
     patterns = asked["allow_patterns"]
     for name in ("pytorch_model.bin", "model.pt", "modeling_own.py", "model.safetensors"):
         assert not any(fnmatch(name, pattern) for pattern in patterns)

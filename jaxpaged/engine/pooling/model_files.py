@@ -19,7 +19,7 @@ from jaxpaged.models import bert
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.registry import model_config
 from jaxpaged.text.tokenizer_files import read_json
-from jaxpaged.weights.resolve import KINDS, find_checkpoint, read_config
+from jaxpaged.weights.resolve import KINDS, Checkpoint, find_checkpoint, read_config
 from jaxpaged.weights.source import merged
 
 MODULES = "modules.json"
@@ -49,12 +49,17 @@ def resolved_runner(settings: ModelSettings) -> Literal["generate", "pooling"]:
     """
     if settings.runner != "auto":
         return settings.runner
-    checkpoint = find_checkpoint(settings.model, settings.load_format, settings.revision)
+    checkpoint = _found(settings)
     if checkpoint.kind != "safetensors":
         return "generate"
     hf_config = merged(read_config(checkpoint.path), settings.hf_overrides)
     embeds = bert.is_encoder(hf_config) or (checkpoint.path / MODULES).is_file()
     return "pooling" if embeds else "generate"
+
+
+def _found(settings: ModelSettings) -> Checkpoint:
+    place = settings.revision, settings.download_dir
+    return find_checkpoint(settings.model, settings.load_format, *place)
 
 
 def open_pooling_files(settings: ModelSettings) -> PoolingFiles:
@@ -64,7 +69,7 @@ def open_pooling_files(settings: ModelSettings) -> PoolingFiles:
         ConfigError: it cannot be served for embedding.
         WeightsError: its weights are in no format that is read.
     """
-    checkpoint = find_checkpoint(settings.model, settings.load_format, settings.revision)
+    checkpoint = _found(settings)
     path = checkpoint.path
     if checkpoint.kind != "safetensors":
         raise ConfigError(

@@ -57,6 +57,11 @@ class ToolParser:
         self._calls.finish()
         return merged(self._calls.take_parts())
 
+    @property
+    def has_broken_calls(self) -> bool:
+        """Text has begun a call and departed from the format."""
+        return self._calls.num_broken > 0
+
     def _advance(self) -> None:
         next(self._steps, None)
         if self._calls.is_told:

@@ -28,6 +28,7 @@ class Calls:
     parallel: bool = True  # else only the first call counts
     new_id: Callable[[], str] = new_call_id
     is_told: bool = False  # of the present call
+    num_broken: int = 0  # texts that began a call and departed from its format
     _name: str | None = None
     _held: str = ""  # arguments that came before the name
     _is_whole: bool = False  # the arguments have ended
@@ -98,13 +99,14 @@ class Calls:
             self.arguments("{}")
         self._index += 1
 
-    def breaks_off(self) -> bool:
+    def breaks_off(self, *, is_cut: bool) -> bool:
         """The text departs from the format: True if what it has of a call stands all the same."""
         if self._is_whole and self._name is not None:
             self.end()
             return True
         if self.is_told:
             self._index += 1
+            self.num_broken += not is_cut
         return self.is_told
 
     def _tell(self, part: AnswerPart) -> None:
@@ -121,7 +123,9 @@ def attempt(reader: TextReader, calls: Calls, reading: Steps[None], opening: str
         yield from reading
         calls.end()
     except Malformed:
-        if not calls.breaks_off():
+        is_cut = reader.is_at_end  # which is no departure
+        if not calls.breaks_off(is_cut=is_cut):
+            calls.num_broken += bool(opening) and not is_cut
             reader.rewind()
             calls.content(opening)
             return False
