@@ -13,6 +13,7 @@ collectives are those written: `sum_shards` and its like, which do nothing where
 KV heads that are fewer than the devices are repeated: `laid_out` is the model as its weights are
 stored then, with `kv_heads` equal to the number of devices. Axis 0 of `qkv` and of `qkv_bias` is
 the only one that this changes: `repeat_kv_heads` turns theirs of the model into those of a layout.
+A vocabulary that does not divide gets rows of zeros at its end there, whose logits are -inf.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from jaxpaged.config.settings import ParallelSettings
 from jaxpaged.errors import ConfigError
 
 TENSOR = "tensor"
+VOCAB_ALIGNMENT = 64  # rows; of a device's part of a vocabulary that had to be padded
 
 MESH_AXES: dict[str, str | None] = {
     "vocab": TENSOR,
@@ -162,7 +164,13 @@ def laid_out(model: ModelConfig, num_shards: int) -> ModelConfig:
             f"--tensor-parallel-size is {num_shards}, which does not divide the model's "
             f"{problem}: this model can take {', '.join(map(str, sizes))}"
         )
-    return replace(model, kv_heads=max(model.kv_heads, num_shards))
+    padding = -model.vocab % (VOCAB_ALIGNMENT * num_shards) if model.vocab % num_shards else 0
+    return replace(
+        model,
+        kv_heads=max(model.kv_heads, num_shards),
+        vocab=model.vocab + padding,
+        vocab_padding=padding,
+    )
 
 
 def repeat_kv_heads(fused: Any, kv_heads: int) -> Any:
@@ -208,8 +216,18 @@ def local_ids(ids: Array, size: int) -> Array:
     return jax.numpy.where((places >= 0) & (places < size), places, size)
 
 
+def hide_padding(logits: Array, padding: int) -> Array:
+    """-inf for the last `padding` columns of the whole, of which this may be a device's part."""
+    if not padding:
+        return logits
+    size = logits.shape[1]
+    whole = size * (jax.lax.axis_size(TENSOR) if is_split() else 1)
+    places = shard_index() * size + jax.numpy.arange(size)
+    return jax.numpy.where((places < whole - padding)[None], logits, -jax.numpy.inf)
+
+
 def _misfit(model: ModelConfig, num_shards: int) -> str:
-    for name in ("heads", "ffn", "vocab"):
+    for name in ("heads", "ffn"):
         if getattr(model, name) % num_shards:
             return f"{name} of {getattr(model, name)}"
     if model.kv_heads % num_shards and num_shards % model.kv_heads:

@@ -43,7 +43,7 @@ class ModelConfig:
     """
 
     family: str
-    vocab: int
+    vocab: int  # rows of the embedding
     embed: int
     ffn: int
     heads: int
@@ -65,6 +65,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     embed_scale: float = 1.0
     attention_sinks: bool = False
+    vocab_padding: int = 0  # rows of `vocab` at its end that are no token's, in a layout
 
     @property
     def local_window(self) -> int | None:

@@ -110,7 +110,7 @@ class ProgramSource:
         self.layout = partial(
             PackedLayout,
             pages_per_seq=-(-model.max_len // page_size),
-            vocab=model.vocab,
+            vocab=model.vocab - model.vocab_padding,
             has_local_table=self.page_kinds.has_both,
         )
         self._params = _shapes(params)

@@ -18,7 +18,7 @@ from jaxpaged.layers.embedding import Embedding
 from jaxpaged.layers.feed_forward import FeedForward
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Angles, rope_angles
-from jaxpaged.sharding import spec_of
+from jaxpaged.sharding import hide_padding, spec_of
 
 
 class DecoderLayer(nnx.Module):
@@ -110,7 +110,8 @@ class Decoder(nnx.Module):
         head = self.embedding if self.lm_head is None else self.lm_head
         logits = head.logits(hidden)
         cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return hide_padding(logits, self.config.vocab_padding)
 
 
 # Layers of one kind have equal graphdefs, so they share one trace and one lowered function.

@@ -22,7 +22,7 @@ from jaxpaged.weights.gguf import GgufSource
 from jaxpaged.weights.manifest import Manifest, digests_checked, read_manifest
 from jaxpaged.weights.orbax import OrbaxReader, check_tree
 from jaxpaged.weights.pieces import CheckpointReader
-from jaxpaged.weights.placing import Destination, Reader, place_params
+from jaxpaged.weights.placing import Destination, PaddedVocab, Reader, place_params
 from jaxpaged.weights.resolve import LoadFormat, find_checkpoint, read_config
 from jaxpaged.weights.safetensors import SafetensorsSource
 from jaxpaged.weights.source import TensorSource, first_of, merged, renamed, shape_text
@@ -68,7 +68,7 @@ class ModelFiles:
             params = random_params(self.params, seed, device)
         else:
             with self.reading() as reader:
-                params = place_params(self.params, reader, device)
+                params = place_params(self.params, PaddedVocab(reader, self.config.vocab), device)
         return LoadedModel(self.config, self.graphdef, params, self.hf_config, self.path)
 
     @contextmanager

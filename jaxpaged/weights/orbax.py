@@ -67,6 +67,8 @@ def check_tree(manifest: Manifest, abstract: Params, config: ModelConfig, label:
         found, shape = manifest.weights.get(path), leaf.shape
         if path.endswith(("qkv", "qkv_bias")):  # a layout may have repeated its KV heads
             shape = (config.kv_heads, config.heads // config.kv_heads + 2, *shape[2:])
+        elif path.endswith(".table"):  # or added rows
+            shape = (config.vocab, *shape[1:])
         if found is None:
             problems.append(f"{path} {shape_text(shape)} is missing")
         elif found.shape != shape:

@@ -44,6 +44,28 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
+class PaddedVocab:
+    """Fills the embeddings of a layout with more rows than the model has; the others are zeros."""
+
+    reader: Reader
+    vocab: int
+
+    def fill(self, path: str, shards: Sequence[Shard]) -> None:
+        if path.endswith(".table"):
+            shards = [self._known(shard) for shard in shards]
+        if all(shard.values.size for shard in shards):
+            self.reader.fill(path, shards)
+
+    def _known(self, shard: Shard) -> Shard:
+        rows, *rest = shard.index
+        stop = max(rows.start, min(rows.stop, self.vocab))
+        num_known = stop - rows.start
+        shard.values[num_known:] = 0
+        index = (slice(rows.start, stop), *rest)
+        return Shard((self.vocab, *shard.of[1:]), index, shard.values[:num_known])
+
+
+@dataclass(frozen=True)
 class _Job:
     """Shards that are filled together, and the devices that get each of them."""
 

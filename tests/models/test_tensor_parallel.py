@@ -15,7 +15,13 @@ from jaxpaged.models.decoder import init_device_state
 from jaxpaged.sharding import laid_out, make_placement, repeat_kv_heads
 from jaxpaged.weights.loader import abstract_model, open_model
 from tests.layers.shapes import TINY
-from tests.support.checkpoints import golden_cases, golden_logits, tiny_tensors, write_checkpoint
+from tests.support.checkpoints import (
+    golden_cases,
+    golden_logits,
+    tiny_tensors,
+    write_checkpoint,
+    write_variant,
+)
 from tests.support.decoding import PAGE_SIZE, PAGES_PER_SEQ, SPARE_SLOT, logits_of, one_row_batch
 
 CASES = golden_cases()
@@ -60,6 +66,23 @@ def test_a_familys_logits_on_a_mesh_are_those_of_transformers(name, tmp_path):
         loaded.graphdef, loaded.params, loaded.config, placement, case["token_ids"]
     )
     np.testing.assert_allclose(logits, golden_logits(name), rtol=0, atol=1e-4)
+
+
+# a head of its own; and a tied one, with a soft cap
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
+def test_a_vocabulary_that_does_not_divide_is_padded_and_no_padding_is_likely(name, tmp_path):
+    write_variant(name, tmp_path, vocab_size=61)
+    one = open_model(tmp_path, dtype=jnp.float32).load()
+    token_ids = [60, 1, 4, 17, 5, 59]
+    wanted = logits_of(one.graphdef, one.params, one.config, token_ids, [len(token_ids)])
+    placement = placed(2)
+    loaded = open_model(tmp_path, dtype=jnp.float32, placement=placement).load()
+    rows = loaded.params["embedding"]["table"]
+    assert rows.shape[0] == 128
+    assert not np.asarray(rows)[61:].any()
+    found = logits_on_mesh(loaded.graphdef, loaded.params, one.config, placement, token_ids)
+    np.testing.assert_allclose(found[:, :61], wanted, rtol=0, atol=1e-5)
+    assert (found[:, 61:] == -np.inf).all()
 
 
 def test_eight_devices_with_two_kv_heads_give_the_logits_of_one():

@@ -9,6 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from jaxpaged.models.family import weight_names
+from jaxpaged.models.registry import find_family, model_config
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
@@ -49,3 +52,15 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def write_variant(name: str, folder: Path, **changes: Any) -> Path:
+    """A golden case with other sizes, its weights made for these; there are no logits of it."""
+    hf_config = golden_cases()[name]["config"] | changes
+    model = model_config(hf_config, name)
+    near_zero = hf_config["model_type"].startswith("gemma")
+    tensors = {
+        weight: tiny_weight(weight, place.shape(model), norms_near_zero=near_zero)
+        for weight, place in weight_names(find_family(hf_config, name), model).items()
+    }
+    return write_checkpoint(folder, hf_config, tensors)
