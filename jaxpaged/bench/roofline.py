@@ -1,9 +1,9 @@
 """The least time that a step can take on a device, from bytes and operations alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpaged.config.architecture import ModelConfig
-from jaxpaged.core.plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,13 @@ class StepCost:
     attention_pairs: int  # of query and visible key
 
 
-def step_cost(plan: StepPlan) -> StepCost:
-    """Count a plan's work."""
+def step_cost(starts: Sequence[int], q_lens: Sequence[int]) -> StepCost:
+    """Count the work of a plan's rows."""
     kv_tokens = pairs = 0
-    columns = plan.columns
-    for start, q_len in zip(columns.starts, columns.q_lens, strict=True):
+    for start, q_len in zip(starts, q_lens, strict=True):
         kv_tokens += start + q_len
         pairs += q_len * start + q_len * (q_len + 1) // 2
-    return StepCost(plan.num_tokens, len(columns), kv_tokens, pairs)
+    return StepCost(sum(q_lens), len(q_lens), kv_tokens, pairs)
 
 
 def matrix_params(model: ModelConfig) -> int:

@@ -50,7 +50,9 @@ def _attend_tile(
     low, high = parts.first_visible(segment.kv_len, s.spec) - start, segment.kv_len - start
     place = parts.iota(shape, 1)
     visible = place < high if s.spec.window is None else (place < high) & (place >= low)
-    logits = jnp.where(visible, parts.log2_weights(logits, s.spec), parts.MASKED)
+    # rows without a query get weights of 0, below any peak: zeros take the least power to multiply
+    visible &= parts.iota(shape, 0) < s.part_rows
+    logits = jnp.where(visible, parts.log2_weights(logits, s.spec), 2 * parts.MASKED)
     (acc, peak, mass), weights = parts.shrink_softmax(softmax, logits)
     weights = weights.astype(s.dtype)
 
@@ -113,7 +115,7 @@ def _store_part(
     softmax: parts.Softmax,
 ) -> None:
     acc, peak, mass = softmax
-    values = acc / parts.across_columns(mass, static.head_dim)
+    values = acc * parts.across_columns(1.0 / mass, static.head_dim)
     high = values.astype(static.dtype)
     low = (values - high.astype(jnp.float32)).astype(static.dtype)
     rows = pl.ds(0, static.part_rows)
@@ -133,6 +135,9 @@ def _store_part(
 
 def _compute(static: DecodeStatic, refs: Any, smem: Any, worker: jax.Array) -> None:
     s = static
+    smem.q.at[smem.pair][...] = jnp.zeros(smem.q.shape[1:], s.dtype)  # only part_rows are loaded
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.q_free.at[smem.pair])
     _zero_padding_rows(s, refs, smem, worker)
 
     def visit(segment, tiles_before):
@@ -175,7 +180,7 @@ def _store_head(
     static: DecodeStatic, refs: Any, smem: Any, segment: Segment, softmax: parts.Softmax
 ) -> None:
     acc, _, mass = softmax
-    values = acc / parts.across_columns(mass, static.head_dim)
+    values = acc * parts.across_columns(1.0 / mass, static.head_dim)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.out.at[smem.pair][...] = values.astype(static.dtype)
     plgpu.commit_smem()
@@ -206,10 +211,10 @@ def _scratch_types(static: DecodeStatic) -> list[Any]:
     tiled = parts.tiled(s.head_dim)
     copies, _ = parts.copies_of_tile(t.block_kv, s.page_size)
     rows = parts.WARPGROUP_ROWS
-    tiled_rows = (1, 8) if t.q_in_registers else (t.pairs, rows)
+    query = (t.pairs, rows, s.head_dim)
     return [
-        plgpu.SMEM((t.pairs, rows, s.head_dim), s.dtype),
-        plgpu.SMEM((*tiled_rows, s.head_dim), s.dtype, transforms=tiled),
+        plgpu.SMEM(query, s.dtype),
+        None if t.q_in_registers else plgpu.SMEM(query, s.dtype, transforms=tiled),
         plgpu.SMEM((t.pairs * t.k_stages, t.block_kv, s.head_dim), s.dtype, transforms=tiled),
         plgpu.SMEM((t.pairs * t.v_stages, t.block_kv, s.head_dim), s.dtype, transforms=tiled),
         plgpu.SMEM((t.pairs, rows, s.head_dim), s.dtype),

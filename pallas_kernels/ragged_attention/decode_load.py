@@ -42,7 +42,7 @@ class DecodeScratch:
 
     pair: jax.Array
     q: Any
-    q_tiled: Any
+    q_tiled: Any  # None if q is in registers
     k: Any  # first dimension pairs * k_stages, as in k_full and k_free
     v: Any
     out: Any
@@ -66,9 +66,8 @@ def load_decode(
     """The loading warpgroup: runs ahead of the computing one, into the next segments too."""
     s = static
 
-    def visit(segment, carry):
-        tiles_before, items_before = carry
-        pl.when(items_before > 0)(lambda: plgpu.barrier_wait(smem.q_free.at[smem.pair]))
+    def visit(segment, tiles_before):
+        plgpu.barrier_wait(smem.q_free.at[smem.pair])
         query = (segment.row * s.kv_heads + segment.head) * s.group
         rows = smem.q.at[smem.pair, pl.ds(0, s.part_rows)]
         full = smem.q_full.at[smem.pair]
@@ -87,9 +86,9 @@ def load_decode(
             _load_parts(s, refs, smem, worker, i, tiles_after + i)
 
         lax.fori_loop(0, merge_tiles, load_parts, None)
-        return tiles_after + merge_tiles, items_before + 1
+        return tiles_after + merge_tiles
 
-    for_each_segment(s, refs.plan, refs.lens, worker, visit, (jnp.int32(0), jnp.int32(0)))
+    for_each_segment(s, refs.plan, refs.lens, worker, visit, jnp.int32(0))
 
 
 def _fill(
