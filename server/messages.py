@@ -20,7 +20,8 @@ from server.auth import KEY_ID
 from server.errors import MESSAGES, error_body
 from server.state import SERVER, ServerState, read_body
 
-_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
+_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens",
+          "thinking_token_budget": "thinking.budget_tokens"}  # fmt: skip
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -29,6 +30,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
         body = read_messages(await read_body(request))
         model = server.check_model(body.model)
         chat = chat_request(body)
+        if body.thinking is not None and server.engine.model_settings.reasoning_parser:
+            chat.thinking_token_budget = body.thinking.budget_tokens
         try:
             job = await chat_job(chat, server.engine, usage, model=model, key_id=key_id)
             return await _respond(request, server, job)

@@ -72,7 +72,7 @@ class SamplingParams:
     copies_begun_page: bool = False
     explain: bool = False  # keep what the scheduler did, see docs/scheduling.md
     structured_outputs: StructuredOutputsParams | None = None
-    reasoning: ReasoningMarks | None = None  # before what `structured_outputs` hold the answer to
+    reasoning: ReasoningMarks | None = None  # where a grammar waits for its end, or it has a limit
     extra_args: dict[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):
@@ -177,6 +177,7 @@ class SamplingParams:
             or self.min_tokens > 0
             or self.logprobs is not None
             or self.structured_outputs is not None
+            or self.reasoning is not None
         )
 
 

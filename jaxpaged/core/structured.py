@@ -17,6 +17,7 @@ class ReasoningMarks:
     begin: str
     end: str
     is_open: bool
+    max_tokens: int | None  # of the reasoning between the marks; None: no limit
 
 
 MAX_CHOICES = 10_000

@@ -52,7 +52,7 @@ class Engine:
             runner, scheduler, builder, ladder, metrics, max_in_flight, num_scheduler_steps
         )
         self._streams: dict[int, Stream] = {}
-        self._grammar_rows = GrammarRows()
+        self._grammar_rows = GrammarRows(tokenizer)
         self._requests: dict[str, list[Stream]] = {}
         self._next_seq_id = 0
         self._explanations = Explanations(scheduler)
@@ -233,7 +233,8 @@ class Engine:
         if not new and not stream.is_finished:
             return None
         logprobs = stream.token_logprobs(i, row, offset, result, new[0]) if new else None
-        error = self._follow_grammar(stream, new) if seq.request.grammar is not None else None
+        is_followed = seq.seq_id in self._grammar_rows.followed
+        error = self._follow_grammar(stream, new) if is_followed else None
         if error is not None:
             return stream.event((), "", None, error=error)
         text, stopped_by = stream.text(new)

@@ -1,4 +1,7 @@
-"""Rows of a step whose answers follow a grammar: their masks, and what each token does to them."""
+"""Rows of a step whose answers follow a grammar: their masks, and what each token does to them.
+
+And rows whose reasoning ends after so many tokens.
+"""
 
 import asyncio
 
@@ -11,6 +14,8 @@ from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
 from jaxpaged.text.reasoning_gate import ReasoningGate, reasoning_tokens
+from jaxpaged.text.thinking_budget import ThinkingBudget
+from jaxpaged.text.tokenizer import Tokenizer
 
 GRACE_S = 1.0  # beyond the time limit, which the compiler itself looks at now and then
 
@@ -45,32 +50,40 @@ async def compile_grammar(grammars: Grammars, params: SamplingParams) -> Compile
 
 
 class GrammarRows:
-    """The open sequences with a grammar. Owned by the engine."""
+    """The open sequences with a grammar, or whose reasoning has a limit. Owned by the engine."""
 
-    def __init__(self):
-        self._filler = MaskFiller()
+    def __init__(self, tokenizer: Tokenizer):
+        self._filler, self._tokenizer = MaskFiller(), tokenizer
+        self.followed: set[int] = set()  # seq_ids
+        self._thinking: dict[int, ThinkingBudget] = {}  # of those with a limit and no grammar
         self._matchers: dict[int, GrammarMatcher] = {}  # by seq_id
         self._gates: dict[int, ReasoningGate] = {}  # of those whose reasoning goes on
         self._begins: dict[int, int] = {}  # tokens of reasoning before the answer, where there were
 
     def add(self, seq: Sequence) -> None:
-        grammar = seq.request.grammar
+        grammar, marks = seq.request.grammar, seq.request.params.reasoning
+        limits = {} if marks is None else {"is_open": marks.is_open, "max_tokens": marks.max_tokens}
         if grammar is not None:
             assert isinstance(grammar, CompiledGrammar)
+            self.followed.add(seq.seq_id)
             self._matchers[seq.seq_id] = GrammarMatcher(grammar)
-            marks = seq.request.params.reasoning
             if marks is not None:
                 tokens = reasoning_tokens(grammar.vocabulary, marks.begin, marks.end)
-                self._gates[seq.seq_id] = ReasoningGate(grammar, tokens, is_open=marks.is_open)
+                self._gates[seq.seq_id] = ReasoningGate(grammar, tokens, **limits)
+        elif marks is not None:
+            self.followed.add(seq.seq_id)
+            thinking = ThinkingBudget(self._tokenizer, marks.begin, marks.end, **limits)
+            self._thinking[seq.seq_id] = thinking
 
     def forget(self, seq: Sequence) -> None:
-        for kept in (self._matchers, self._gates, self._begins):
+        self.followed.discard(seq.seq_id)
+        for kept in (self._matchers, self._gates, self._begins, self._thinking):
             kept.pop(seq.seq_id, None)
 
     def is_in(self, plan: StepPlan) -> bool:
-        """Some row of the step samples by a grammar."""
-        return bool(self._matchers) and any(
-            samples and seq.seq_id in self._matchers
+        """Some row of the step samples by a grammar, or under a limit of its reasoning."""
+        return bool(self.followed) and any(
+            samples and seq.seq_id in self.followed
             for seq, samples in zip(plan.columns.seqs, plan.columns.samples, strict=True)
         )
 
@@ -83,6 +96,9 @@ class GrammarRows:
         columns = plan.columns
         for i, (seq, samples) in enumerate(zip(columns.seqs, columns.samples, strict=True)):
             matcher = self._matchers.get(seq.seq_id)
+            thinking = self._thinking.get(seq.seq_id)
+            if thinking is not None and samples and thinking.forced_id is not None:
+                _force(banned[i], thinking.forced_id)
             if matcher is None or not samples or seq.state is SeqState.FINISHED:
                 continue
             params, output = seq.request.params, seq.output_token_ids
@@ -107,6 +123,10 @@ class GrammarRows:
 
     def take(self, seq: Sequence, token_ids: tuple[int, ...]) -> "Ending | None":
         """Follow a sequence's new tokens; how it ends with them, where the grammar says so."""
+        if seq.seq_id in self._thinking:
+            if self._thinking[seq.seq_id].ends_with(token_ids):
+                self.forget(seq)
+            return None
         matcher = self._matchers[seq.seq_id]
         if matcher.failure is not None:
             return Ending("error", matcher.failure)
@@ -126,6 +146,14 @@ class GrammarRows:
         if matcher.must_end or (seq.finish_reason == "length" and matcher.can_end):
             return Ending("stop", None)
         return None
+
+
+def _force(banned: np.ndarray, token_id: int) -> None:
+    """Ban all but one token, unless it is banned itself."""
+    bit = np.uint32(1 << token_id % 32)
+    if not banned[token_id // 32] & bit:
+        banned[:] = 0xFFFFFFFF
+        banned[token_id // 32] ^= bit
 
 
 def _narrow(row: np.ndarray, allowed: np.ndarray, matcher: GrammarMatcher) -> None:

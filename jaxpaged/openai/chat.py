@@ -11,6 +11,7 @@ from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.structured import ReasoningMarks
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.served import ServedEngine
+from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.chunks import CHAT, Envelope, Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
@@ -53,7 +54,7 @@ async def chat_job(
         prompt = {"prompt": prompt["prompt"]} | await truncated(
             body, prompt, params.max_tokens, engine
         )
-    params = _with_reasoning(params, engine.model_settings, prompt["prompt"])
+    params = _with_reasoning(body, params, engine.model_settings, prompt["prompt"])
     parsing = _parsing(body, use, params, engine.model_settings, prompt["prompt"])
     form = ChatForm(body, engine, parsing)
     envelope = Envelope.new("chatcmpl", model, engine.fingerprint)
@@ -62,13 +63,34 @@ async def chat_job(
     return Job(body, [prompt], params, envelope, form, salt, key_id, usage, beams)
 
 
-def _with_reasoning(params: SamplingParams, settings: ModelSettings, prompt: str) -> SamplingParams:
-    """`params` with room for reasoning before what a grammar holds, unless the prompt closes it."""
-    parser = settings.reasoning_parser
-    if params.structured_outputs is None or parser is None or closes_reasoning(prompt):
+def _with_reasoning(
+    body: ChatRequest, params: SamplingParams, settings: ModelSettings, prompt: str
+) -> SamplingParams:
+    """`params` with room for reasoning before what a grammar holds, or with a limit of it, unless
+    the prompt closes it.
+    """
+    parser, limit = settings.reasoning_parser, _thinking_limit(body)
+    if limit is not None and parser is None:
+        raise UnsupportedParameter(
+            "thinking_token_budget needs a server started with --reasoning-parser",
+            param="thinking_token_budget",
+        )
+    is_free = params.structured_outputs is None and limit is None
+    if is_free or parser is None or closes_reasoning(prompt):
         return params
     is_open = begins_in_reasoning(parser, prompt)
-    return replace(params, reasoning=ReasoningMarks(OPEN, CLOSE, is_open))
+    return replace(params, reasoning=ReasoningMarks(OPEN, CLOSE, is_open, limit))
+
+
+def _thinking_limit(body: ChatRequest) -> int | None:
+    """Tokens of reasoning that a request wants at most; -1 is no limit, as in vLLM."""
+    limit = body.thinking_token_budget
+    if limit is not None and not -1 <= limit < 2**31:
+        raise RequestError(
+            f"thinking_token_budget is {limit}, allowed are 0 or more tokens, or -1 for no limit",
+            param="thinking_token_budget",
+        )
+    return None if limit == -1 else limit
 
 
 def _parsing(

@@ -13,6 +13,7 @@ _NOT_WITH_BEAMS = (
     "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
     "logits_processors", "structured_outputs", "response_format", "presence_penalty",
     "frequency_penalty", "prompt_logprobs", "logprob_token_ids", "explain", "tools",
+    "thinking_token_budget",
 )  # fmt: skip
 COMPLETION_MAX_TOKENS = 16
 MAX_SALT = 1024  # characters

@@ -55,13 +55,23 @@ class ReasoningGate:
 
     Args:
         is_open: the prompt has opened the reasoning; else the answer's first token may.
+        max_tokens: of the reasoning between the marks, None for no limit.
     """
 
-    def __init__(self, compiled: CompiledGrammar, tokens: ReasoningTokens, *, is_open: bool):
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        tokens: ReasoningTokens,
+        *,
+        is_open: bool,
+        max_tokens: int | None,
+    ):
         self._tokens, self._is_open = tokens, is_open
         self._all_bytes = compiled.vocabulary.token_bytes
         self._needed = len(tokens.end_ids) + (compiled.shortest or 1)
         self._tail = b""  # the last bytes, one fewer than the closing mark has
+        self._most = max_tokens
+        self._num_thoughts = 0  # tokens between the marks
         self._closes, self._num_closing = False, 0  # the closing mark is forced; its tokens so far
         self.num_tokens = 0  # of the reasoning, both marks included
 
@@ -76,7 +86,8 @@ class ReasoningGate:
 
     def mask(self, budget: int) -> np.ndarray:
         """u32 words of what may come next, where `budget` tokens may."""
-        self._closes = self._closes or budget <= self._needed
+        is_over = self._most is not None and self._num_thoughts >= self._most
+        self._closes = self._closes or is_over or budget <= self._needed
         if self._closes:
             token_id = self._tokens.end_ids[self._num_closing]
             words = np.zeros_like(self._tokens.allowed[0])
@@ -96,6 +107,7 @@ class ReasoningGate:
                 self._is_open = True
             else:
                 self._num_closing += self._closes
+                self._num_thoughts += 1
                 text = self._tail + self._all_bytes[token_id]
                 if end in text:
                     self.num_tokens += 1

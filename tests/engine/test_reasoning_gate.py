@@ -36,11 +36,13 @@ def inputs(tmp_path_factory) -> dict[str, InputProcessor]:
     return made
 
 
-def sequence(inputs: InputProcessor, *, is_open: bool, max_tokens: int) -> Sequence:
+def sequence(
+    inputs: InputProcessor, *, is_open: bool, max_tokens: int, limit: int | None = None
+) -> Sequence:
     params = SamplingParams(
         max_tokens=max_tokens,
         structured_outputs=StructuredOutputsParams(json=SCHEMA),
-        reasoning=ReasoningMarks("<think>", "</think>", is_open),
+        reasoning=ReasoningMarks("<think>", "</think>", is_open, limit),
     )
     return Sequence(0, inputs.request([1], params), 0, [1], 1)
 
@@ -56,7 +58,7 @@ def allowed_next(rows: GrammarRows, seq: Sequence) -> list[int]:
 
 def answer(inputs: InputProcessor, seq: Sequence, rng: np.random.Generator, liked: tuple) -> bytes:
     """All bytes of an answer; `liked` tokens are taken more often than others."""
-    rows = GrammarRows()
+    rows = GrammarRows(inputs.tokenizer)
     rows.add(seq)
     while True:
         allowed = allowed_next(rows, seq)
@@ -92,8 +94,20 @@ def test_the_answer_after_any_reasoning_is_whole_at_any_budget(inputs, kind, is_
     assert thoughts == 10 if is_open else (thoughts > 0) == (kind == "words")
 
 
+@pytest.mark.parametrize("limit", [0, 1, 9])
+def test_reasoning_before_a_grammar_ends_at_its_limit(inputs, limit):
+    rng, processor = np.random.default_rng(1), inputs["words"]
+    for _ in range(20):
+        seq = sequence(processor, is_open=True, max_tokens=400, limit=limit)
+        data = answer(processor, seq, rng, (SPLIT,))
+        assert json.loads(data.rpartition(b"</think>")[2])["n"] in (1, 22)
+        num_thoughts = seq.output_token_ids.index(END) if END in seq.output_token_ids else 0
+        assert num_thoughts <= limit
+
+
 def test_a_token_in_which_the_answer_would_begin_is_not_allowed(inputs):
-    rows, seq = GrammarRows(), sequence(inputs["words"], is_open=True, max_tokens=100)
+    seq = sequence(inputs["words"], is_open=True, max_tokens=100)
+    rows = GrammarRows(inputs["words"].tokenizer)
     rows.add(seq)
     assert {SPLIT, CLEAN, END, BEGIN} <= set(allowed_next(rows, seq))
     assert not {CROSSES, ENDS, EOS} & set(allowed_next(rows, seq))
@@ -107,7 +121,8 @@ def test_a_token_in_which_the_answer_would_begin_is_not_allowed(inputs):
 
 def test_an_answer_opens_reasoning_only_where_it_can_be_closed(inputs):
     for max_tokens, may in ((SHORTEST, False), (SHORTEST + 1, False), (SHORTEST + 2, True)):
-        rows, seq = GrammarRows(), sequence(inputs["words"], is_open=False, max_tokens=max_tokens)
+        seq = sequence(inputs["words"], is_open=False, max_tokens=max_tokens)
+        rows = GrammarRows(inputs["words"].tokenizer)
         rows.add(seq)
         allowed = allowed_next(rows, seq)
         assert (BEGIN in allowed) == may

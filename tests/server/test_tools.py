@@ -130,6 +130,21 @@ async def test_a_malformed_call_is_content(start):
     assert (message["content"], reason) == (text, "stop")
 
 
+async def test_a_limit_of_reasoning_reaches_the_engine_and_needs_a_parser(start):
+    server = await start(script="ok", model_settings={"reasoning_parser": "deepseek_r1"})
+    limits = []
+    for limit in (0, 7, -1, None):
+        assert (await server.post(ask(tools=None, thinking_token_budget=limit), CHAT)).status == 200
+        reasoning = server.engine.last_request.params.reasoning
+        limits.append(None if reasoning is None else (reasoning.is_open, reasoning.max_tokens))
+    assert limits == [(True, 0), (True, 7), None, None]
+    refused = await server.post(ask(tools=None, thinking_token_budget=-2), CHAT)
+    assert (refused.status, refused.error["param"]) == (400, "thinking_token_budget")
+    server = await start(script="ok")
+    refused = await server.post(ask(tools=None, thinking_token_budget=7), CHAT)
+    assert (refused.status, refused.error["param"]) == (400, "thinking_token_budget")
+
+
 BROKEN = '<tool_call>{"name": "weather", "arguments": {city}}</tool_call>'
 
 
