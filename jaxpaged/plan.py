@@ -118,6 +118,11 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
             write(f"compiled           {capacity.gib(compiled)} of workspace in the largest step\n")
         if embedding_bytes:
             write(f"embedding model    {capacity.gib(embedding_bytes)} of the device beside this\n")
+        if (replicas := config.parallel.data_parallel_size) > 1:
+            write(
+                f"replicas           {replicas} like this on {replicas * num_devices} devices, "
+                f"each with a whole model; {replicas * plan.max_num_seqs} sequences run at most\n"
+            )
         write(f"verdict            {verdict}\n")
     return FITS if plan.fits else DOES_NOT_FIT
 
@@ -128,6 +133,7 @@ def _numbers(plan: Any, dtype: str, config: EngineConfig, verdict: str) -> dict[
         "device": plan.device.name,
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
+        "data_parallel_size": config.parallel.data_parallel_size,
         "dtype": dtype,
         **{f"{name}_bytes": getattr(plan, name) for name in names},
         "num_gpu_blocks": plan.num_pages,

@@ -67,6 +67,16 @@ def test_a_model_that_embeds_is_counted_where_it_shares_the_device(capsys):
     assert "the embedding model takes 194% of the GPU" in capsys.readouterr().err
 
 
+def test_replicas_are_told_beside_the_plan_of_one(capsys):
+    command = [str(CONFIGS / "llama3-8b"), "--gpu", "H200"]
+    assert main(command) == 0
+    one = capsys.readouterr().out.splitlines()
+    assert main([*command, "-dp", "3"]) == 0
+    *three, told, verdict = capsys.readouterr().out.splitlines()
+    assert [*three, verdict] == one
+    assert "3 like this on 3 devices, each with a whole model; 768 sequences" in told
+
+
 def test_models_share_a_device_unless_told_apart():
     def config(**settings):
         return config_from_keywords(model="m", **settings)

@@ -8,7 +8,7 @@ import uuid
 import msgspec
 from aiohttp import web
 
-from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.errors import RequestError
 from jaxpaged.openai.schema import decode_body
 from server.auth import KEY_ID
 from server.batching.answers import ENDPOINTS
@@ -74,10 +74,7 @@ def _batch(body: BatchRequest, key_id: str) -> Batch:
             f"endpoint is {body.endpoint[:100]!r}, served are {', '.join(ENDPOINTS)}",
             param="endpoint",
         )
-    if body.output_expires_after is not None:
-        raise UnsupportedParameter(
-            "output_expires_after is not served: delete the files", param="output_expires_after"
-        )
+    kept = body.output_expires_after
     now, metadata = int(time.time()), body.metadata or {}
     pairs = metadata.items()
     if len(pairs) > MAX_PAIRS or any(len(k) > MAX_NAME or len(v) > MAX_VALUE for k, v in pairs):
@@ -96,6 +93,7 @@ def _batch(body: BatchRequest, key_id: str) -> Batch:
         expires_at=now + _window_s(body.completion_window),
         output_id=f"file-{uuid.uuid4().hex}",
         error_id=f"file-{uuid.uuid4().hex}",
+        output_expires_s=None if kept is None else kept.checked("output_expires_after"),
     )
 
 

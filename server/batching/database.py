@@ -11,7 +11,7 @@ from server.batching.records import INPUT, OPEN, Batch, StoredFile
 from server.errors import HttpError
 from server.paging import Order, not_after
 
-VERSION = 1
+VERSION = 2  # 1 had fewer columns
 MAX_FILES = 2000  # of one key
 MAX_OPEN_BATCHES, MAX_BATCHES = 100, 10_000  # likewise
 BUSY_S = 5.0
@@ -37,7 +37,7 @@ class Database:
 
     def _make_tables(self, path: Path) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
+        if not 0 <= version <= VERSION:
             raise ConfigError(
                 f"--batch-dir: {path.name} has version {version}, this server reads {VERSION}: "
                 "give another directory"
@@ -49,6 +49,10 @@ class Database:
                 self._db.execute(
                     f"CREATE TABLE IF NOT EXISTS {table} (number INTEGER PRIMARY KEY, {columns})"
                 )
+                known = {row["name"] for row in self._db.execute(f"PRAGMA table_info({table})")}
+                for name in names:
+                    if name not in known:
+                        self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name}")
             self._db.execute(f"PRAGMA user_version = {VERSION}")
 
     def close(self) -> None:
@@ -171,6 +175,16 @@ class Database:
         with self._db:
             self._db.execute("DELETE FROM files WHERE file_id = ?", (file_id,))
         return file
+
+    def forget_expired(self, now: int) -> list[str]:
+        """Forget the files whose time is over, and name them; not those that a batch reads."""
+        with self._db:
+            found = self._db.execute(
+                "DELETE FROM files WHERE expires_at <= ? AND file_id NOT IN (SELECT input_file_id "
+                f"FROM batches WHERE {_status_in(OPEN)}) RETURNING file_id",
+                (now, *OPEN),
+            ).fetchall()
+        return [row[0] for row in found]
 
     def open_batches(self) -> list[Batch]:
         """Those that have not ended, oldest first."""

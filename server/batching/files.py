@@ -8,7 +8,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from jaxpaged.errors import RequestError
 from server.auth import KEY_ID
 from server.batching.records import INPUT, StoredFile
-from server.batching.requests import id_of, json, owner_of, store_of, unknown
+from server.batching.requests import ExpiresAfter, id_of, json, owner_of, store_of, unknown
 from server.batching.store import Upload
 from server.errors import HttpError
 from server.paging import order_asked, page_asked, page_of
@@ -29,8 +29,8 @@ async def upload(request: web.Request) -> web.Response:
         received = store.start_upload(request[KEY_ID])
         try:
             fields, filename = await _read_form(request, received, store.max_file_bytes)
-            _check_fields(fields, filename)
-            file = await received.keep(filename or "")
+            seconds = _check_fields(fields, filename)
+            file = await received.keep(filename or "", seconds)
         finally:
             await received.drop()
     return json(file.fields())
@@ -136,7 +136,8 @@ async def _read_file(
         await received.write(bytes(data))
 
 
-def _check_fields(fields: dict[str, str], filename: str | None) -> None:
+def _check_fields(fields: dict[str, str], filename: str | None) -> int | None:
+    """Seconds that the file is kept, if it is not for good."""
     purpose = fields.get("purpose")
     if purpose != INPUT:
         got = "is missing" if purpose is None else f"is {purpose[:40]!r}"
@@ -145,9 +146,11 @@ def _check_fields(fields: dict[str, str], filename: str | None) -> None:
         raise RequestError("file is missing", param="file")
     if len(filename) > MAX_NAME:
         raise RequestError(f"the file's name has over {MAX_NAME} characters", param="file")
-    for name in fields:
-        if name.startswith("expires_after"):
-            raise RequestError("expires_after is not served: delete the file", param=name)
+    if not any(name.startswith("expires_after") for name in fields):
+        return None
+    anchor, seconds = (fields.get(f"expires_after[{name}]", "") for name in ("anchor", "seconds"))
+    is_number = seconds.isascii() and seconds.isdigit() and len(seconds) < 12
+    return ExpiresAfter(anchor, int(seconds) if is_number else 0).checked("expires_after")
 
 
 def _too_large(max_bytes: int) -> HttpError:

@@ -29,6 +29,7 @@ class StoredFile:
     purpose: str
     num_bytes: int
     created_at: int  # seconds since 1970, as all times here
+    expires_at: int | None = None
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -36,7 +37,7 @@ class StoredFile:
             "object": "file",
             "bytes": self.num_bytes,
             "created_at": self.created_at,
-            "expires_at": None,
+            "expires_at": self.expires_at,
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
@@ -72,6 +73,7 @@ class Batch:
     errors: str = "[]"  # JSON, of a batch that failed
     has_output: int = 0  # 1 once the file is there to be read
     has_errors: int = 0
+    output_expires_s: int | None = None  # after the files that it leaves are made
 
     @property
     def is_open(self) -> bool:

@@ -1,10 +1,9 @@
 """What the routes of files and batches have in common."""
 
-from typing import Any
-
 import msgspec
 from aiohttp import web
 
+from jaxpaged.errors import RequestError
 from jaxpaged.openai.chunks import encode
 from server.auth import KEY_ID, is_admin
 from server.batching.runner import BatchRunner
@@ -13,6 +12,31 @@ from server.errors import HttpError
 from server.paging import ID
 
 RUNNER = web.AppKey("batches", BatchRunner)
+LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 86_400
+
+
+class ExpiresAfter(msgspec.Struct):
+    """How long a file is kept."""
+
+    anchor: str
+    seconds: int
+
+    def checked(self, param: str) -> int:
+        """The seconds.
+
+        Raises:
+            RequestError: an anchor or a number that is not served.
+        """
+        if self.anchor != "created_at":
+            raise RequestError(
+                f"{param}: anchor is {self.anchor[:40]!r}, it must be created_at", param=param
+            )
+        if not LEAST_EXPIRY_S <= self.seconds <= MOST_EXPIRY_S:
+            allowed = f"{LEAST_EXPIRY_S} to {MOST_EXPIRY_S}"
+            raise RequestError(
+                f"{param}: seconds is {self.seconds}, allowed are {allowed}", param=param
+            )
+        return self.seconds
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -22,7 +46,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
-    output_expires_after: Any = None  # known and not served
+    output_expires_after: ExpiresAfter | None = None
 
 
 def runner_of(request: web.Request) -> BatchRunner:

@@ -28,6 +28,7 @@ LOOK_S = 0.05  # between two looks at whether live requests wait
 READ_LINES = 64  # at once
 TELL_S = 1.0  # between two notes of how far a batch is
 RETRY_S = 20.0  # after the disk failed
+SWEEP_S = 60.0  # between two looks for files whose time is over
 MAX_ACTIVE = 2  # batches of one key that are worked on at a time
 INTERNAL = "internal error; the server's log has the cause"
 GONE = "the API key that made it is no key of this server any more"
@@ -54,6 +55,15 @@ class BatchRunner:
         """Go on with what had not ended when the last server did."""
         for batch in await self.store.run(self.store.db.open_batches):
             self._begin(batch)
+        self._tasks["sweep"] = asyncio.create_task(self._keep_sweeping())
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            try:
+                await self.store.delete_expired()
+            except HttpError as error:
+                log.warning("files whose time is over stay: %s", error)
+            await asyncio.sleep(SWEEP_S)
 
     async def create(self, batch: Batch, owner: str | None) -> None:
         """Queue a batch of `owner`. Raises as `Database.add_batch`."""
@@ -237,7 +247,8 @@ class BatchRunner:
         if final == "expired" and batch.in_progress_at is not None and path.exists():
             await store.run(output.expire, lines_of(path, batch.endpoint))
         await store.run(output.close)
-        ids, parts = (batch.output_id, batch.error_id), ("output", "error")
+        ids, parts, now = (batch.output_id, batch.error_id), ("output", "error"), int(time.time())
+        kept_s = batch.output_expires_s
         files = [
             StoredFile(
                 file_id,
@@ -245,7 +256,8 @@ class BatchRunner:
                 f"{name}_{part}.jsonl",
                 OUTPUT,
                 path.stat().st_size,
-                int(time.time()),
+                now,
+                None if kept_s is None else now + kept_s,
             )
             for file_id, part, path in zip(ids, parts, output.paths, strict=True)
             if path.exists()

@@ -101,6 +101,11 @@ class BatchStore:
             await self.run(self.path(file_id).unlink, missing_ok=True)
         return found is not None
 
+    async def delete_expired(self) -> None:
+        """Forget files whose time is over, but for inputs of batches that have not ended."""
+        for file_id in await self.run(self.db.forget_expired, int(time.time())):
+            await self.run(self.path(file_id).unlink, missing_ok=True)
+
 
 def _locked(path: Path) -> BinaryIO:
     """The file, held by this process alone until it is closed.
@@ -129,9 +134,11 @@ class Upload:
         self.num_bytes += len(data)
         await self._store.run(self._append, data)
 
-    async def keep(self, filename: str) -> StoredFile:
+    async def keep(self, filename: str, seconds: int | None) -> StoredFile:
+        """Count it from now on, for so many seconds or for good."""
         file_id, now = f"file-{uuid.uuid4().hex}", int(time.time())
-        file = StoredFile(file_id, self._key_id, filename, INPUT, self.num_bytes, now)
+        until = None if seconds is None else now + seconds
+        file = StoredFile(file_id, self._key_id, filename, INPUT, self.num_bytes, now, until)
         await self._store.run(self._publish, file)
         return file
 

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import ParallelSettings
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.engine.capacity import tree_bytes
+from jaxpaged.engine.capacity import page_bytes, share_of, tree_bytes, weight_bytes
 from jaxpaged.engine.program_source import ProgramSource
 from jaxpaged.layers.attention import paged_attention
+from jaxpaged.models.decoder import device_state_shapes
 from jaxpaged.sharding import laid_out, make_placement
 from jaxpaged.weights.loader import abstract_model
 from tests.layers.shapes import TINY
@@ -86,3 +88,34 @@ def test_a_device_has_its_part_of_weights_pages_and_counts(source):
     state = source.make_state()
     assert {shard.data.shape[1] for shard in state.kv_pages[0].k.addressable_shards} == {1}
     assert {len(x.addressable_shards) for x in jax.tree.leaves(state)} == {NUM_DEVICES}
+
+
+LARGE = replace(
+    MODEL, vocab=32_000, embed=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32, qk_norm=True
+)
+
+
+def on_a_device(model: ModelConfig, num_devices: int) -> tuple[int, int]:
+    """Bytes of weights and of pages, of shapes alone, as the planner counts them too."""
+    settings = ParallelSettings(tensor_parallel_size=num_devices)
+    placement, stored = make_placement(settings), laid_out(model, num_devices)
+    params = abstract_model(stored, paged_attention, jnp.float32, placement)[1]
+    mesh = placement and placement.stages[0]
+    pages = device_state_shapes(stored, 64, 16, ROWS, jnp.float32, mesh).kv_pages
+    weights = weight_bytes(params, stored, placement)
+    assert tree_bytes(pages) == 64 * page_bytes(share_of(model, settings), 16, jnp.dtype("float32"))
+    return weights, tree_bytes(pages)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_a_device_has_an_nth_of_weights_and_pages_or_the_copies_of_its_kv_head(num_devices):
+    weights, pages = on_a_device(LARGE, 1)
+    its_weights, its_pages = on_a_device(LARGE, num_devices)
+    assert its_weights == pytest.approx(weights / num_devices, rel=0.05)
+    assert its_pages == pages // num_devices
+    few = replace(LARGE, kv_heads=2)
+    copies = num_devices // 2  # of each KV head
+    (weights, pages), (its_weights, its_pages) = on_a_device(few, 1), on_a_device(few, num_devices)
+    assert its_pages == copies * pages // num_devices
+    repeated = 2 * (copies - 1) * 2 * few.head_dim * few.embed * 4 * few.num_layers  # K and V
+    assert its_weights == pytest.approx((weights + repeated) / num_devices, rel=0.001)

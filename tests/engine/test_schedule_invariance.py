@@ -58,23 +58,32 @@ def compare(got, want, tally: Tally) -> None:
         assert abs(difference) < LOGPROB_TOLERANCE
 
 
+SCHEDULES = {
+    "work": st.lists(jobs(), min_size=2, max_size=6),
+    "token_budget": st.sampled_from([4, 17, 32, 256]),
+    "spare_pages": st.integers(0, 6),
+    "max_in_flight": st.integers(1, 2),
+    "num_scheduler_steps": st.sampled_from([1, 3]),
+    "hash_bits": st.sampled_from([256, 4]),
+}
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    work=st.lists(jobs(), min_size=2, max_size=6),
-    token_budget=st.sampled_from([4, 17, 32, 256]),
-    spare_pages=st.integers(0, 6),
-    max_in_flight=st.integers(1, 2),
-    num_scheduler_steps=st.sampled_from([1, 3]),
-    hash_bits=st.sampled_from([256, 4]),
-)
-def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(
-    parts_r, work, token_budget, spare_pages, max_in_flight, num_scheduler_steps, hash_bits
-):
+@given(**SCHEDULES)
+def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(parts_r, **schedule):
+    compare_schedules(parts_r, parts_r, **schedule)
+
+
+def compare_schedules(
+    parts, parts_alone, work, token_budget, spare_pages, max_in_flight, num_scheduler_steps,
+    hash_bits,
+):  # fmt: skip
+    """Everything at once over `parts`, then each alone over `parts_alone`."""
     prompts, params = [job[0] for job in work], [job[1] for job in work]
     longest = max(len(p) + q.max_tokens for p, q in zip(prompts, params, strict=True))
     num_pages = 1 + -(-longest // PAGE_SIZE) + spare_pages
     crowd = TinyEngine(
-        parts_r,
+        parts,
         num_pages=min(num_pages, MOST_PAGES),
         token_budget=token_budget,
         max_in_flight=max_in_flight,
@@ -84,7 +93,7 @@ def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(
     tally = Tally()
     together = crowd.generate(prompts, params)
     for prompt, one, got in zip(prompts, params, together, strict=True):
-        compare(got, TinyEngine(parts_r).generate([prompt], [one])[0], tally)
+        compare(got, TinyEngine(parts_alone).generate([prompt], [one])[0], tally)
     assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
 
 

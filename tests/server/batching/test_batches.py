@@ -182,6 +182,17 @@ async def test_what_is_not_answered_in_its_window_is_told(serve, client_of, monk
         await client.batches.cancel(batch.id)
 
 
+async def test_what_a_batch_leaves_expires_when_it_says(serve, client_of):
+    client = client_of(await serve())
+    after = {"anchor": "created_at", "seconds": 7200}
+    lines = [line("a"), line("b", max_tokens=10**6)]
+    found = await ended(client, await made(client, *lines, output_expires_after=after))
+    for file_id in (found.output_file_id, found.error_file_id):
+        file = await client.files.retrieve(file_id)
+        assert file.expires_at == file.created_at + 7200
+    assert (await client.files.retrieve(found.input_file_id)).expires_at is None
+
+
 async def test_a_line_may_say_how_long_it_takes_at_most(serve, client_of):
     server = await serve()
     server.engine.before_step = lambda step: time.sleep(0.02)
@@ -289,7 +300,9 @@ NO_BATCHES = [
     ({"metadata": {"a": 1}}, "metadata"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
     ({"metadata": {"a": "x" * 513}}, "metadata"),
-    ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 9}}, "output_expires_after"),
+    ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after"),
+    ({"output_expires_after": 3600}, "output_expires_after"),
 ]
 
 

@@ -3,6 +3,9 @@
 import asyncio
 import errno
 import socket
+import sqlite3
+from contextlib import closing
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -10,6 +13,7 @@ from yarl import URL
 
 from jaxpaged.errors import ConfigError
 from server.batching import store as store_module
+from server.batching.records import StoredFile
 from server.batching.requests import RUNNER
 from server.batching.store import BatchStore
 from server.state import ServerLimits
@@ -51,6 +55,37 @@ async def test_the_official_client_keeps_reads_and_deletes(serve, client_of):
     assert left(server) == []
 
 
+async def test_a_file_whose_time_is_over_is_forgotten(serve, client_of, monkeypatch):
+    server = await serve()
+    client, store = client_of(server), server.app[RUNNER].store
+    after = {"anchor": "created_at", "seconds": 3600}
+    brief = await client.files.create(file=("a", b"x"), purpose="batch", expires_after=after)
+    stays = await client.files.create(file=("b", b"x"), purpose="batch")
+    assert (brief.expires_at, stays.expires_at) == (brief.created_at + 3600, None)
+    await store.delete_expired()
+    assert sorted(left(server)) == sorted([brief.id, stays.id])
+    later = SimpleNamespace(time=lambda: brief.created_at + 3600)
+    monkeypatch.setattr(store_module, "time", later)
+    await store.delete_expired()
+    assert left(server) == [stays.id]
+    assert [file.id async for file in client.files.list()] == [stays.id]
+
+
+async def test_a_folder_of_a_server_that_knew_no_expiry_is_read(tmp_path):
+    store = BatchStore(tmp_path, 10**6, 10**7)
+    upload = store.start_upload("key")
+    file = await upload.keep("a", None)
+    await upload.drop()
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db, db:
+        db.execute("ALTER TABLE files DROP COLUMN expires_at")
+        db.execute("ALTER TABLE batches DROP COLUMN output_expires_s")
+        db.execute("PRAGMA user_version = 1")
+    store = BatchStore(tmp_path, 10**6, 10**7)
+    assert await store.run(store.db.get, StoredFile, file.file_id, None) == file
+    store.close()
+
+
 async def test_lists_come_in_pages_newest_first(serve, client_of):
     client = client_of(await serve())
     ids = [(await client.files.create(file=(str(i), b"x"), purpose="batch")).id for i in range(5)]
@@ -71,6 +106,11 @@ async def test_a_files_name_is_only_shown(serve):
         await server.send("DELETE", f"{PATH}/{reply.body['id']}")
 
 
+def expiry(seconds: bytes):
+    anchor = ("expires_after[anchor]", None, b"created_at")
+    return anchor, ("expires_after[seconds]", None, seconds)
+
+
 NO_UPLOADS = [
     ([("file", "a", b"x")], "purpose is missing"),
     ([("purpose", None, b"fine-tune"), ("file", "a", b"x")], "only 'batch'"),
@@ -80,7 +120,9 @@ NO_UPLOADS = [
     ([PURPOSE, ("file", "n" * 300, b"x")], "name"),
     ([("purpose", None, b"b" * 5000), ("file", "a", b"x")], "bytes"),
     ([("x", None, b"")] * 30, "parts"),
-    ([PURPOSE, ("expires_after[seconds]", None, b"9"), ("file", "a", b"x")], "expires_after"),
+    ([PURPOSE, ("expires_after[seconds]", None, b"9"), ("file", "a", b"x")], "anchor is ''"),
+    ([PURPOSE, *expiry(b"9"), ("file", "a", b"x")], "allowed are 3600 to 2592000"),
+    ([PURPOSE, *expiry(b"\xb2"), ("file", "a", b"x")], "seconds is 0"),
 ]
 
 
