@@ -5,8 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.server.conftest import Running
-from tests.server.test_slow_clients import connect
+from server.state import ServerLimits
+from tests.server.conftest import COMPLETIONS, Running
+from tests.server.test_slow_clients import ASK, connect
 
 HOST = b"Host: x\r\n"
 GET, POST = b"GET /health HTTP/1.1\r\n" + HOST, b"POST /v1/completions HTTP/1.1\r\n" + HOST
@@ -65,3 +66,130 @@ async def test_an_expectation_that_is_not_known_is_refused_likewise(server):
     status, content_type, body = await ask(server, data)
     assert (status, content_type) == (417, "application/json; charset=utf-8")
     assert "100-continue" in msgspec.json.decode(body)["error"]["message"]
+
+
+JSON = {
+    "NaN": (b'{"prompt":"ABC","temperature":NaN}', 400),
+    "Infinity": (b'{"prompt":"ABC","temperature":-Infinity}', 400),
+    "a number over all": (b'{"prompt":"ABC","temperature":1e999}', 400),
+    "nesting": (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+    "nested objects": (b'{"prompt":"A","response_format":' + b'{"a":' * 50_000 + b"1", 400),
+    "digits without end": (b'{"prompt":"ABC","max_tokens":' + b"9" * 100_000 + b"}", 400),
+    "UTF-16": ('{"prompt":"ABC"}'.encode("utf-16"), 400),
+    "no UTF-8": (b'{"prompt":"\xff\xfe"}', 400),
+    "half a pair": (b'{"prompt":"\\ud800"}', 400),
+    "two bodies": (b'{"prompt":"A"}{"prompt":"B"}', 400),
+    "nothing": (b"", 400),
+    "50,000 biases": (
+        b'{"prompt":"A","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}}",
+        400,
+    ),
+    "a key twice": (b'{"prompt":"XYZ","prompt":"ABC","max_tokens":9,"max_tokens":3}', 200),
+    "many keys": (
+        b"{"
+        + b"".join(b'"k%d":1,' % i for i in range(100_000))
+        + b'"prompt":"ABC","max_tokens":3}',
+        200,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", JSON)
+async def test_json_that_no_client_writes_is_refused_or_read_as_others_read_it(server, kind):
+    data, status = JSON[kind]
+    headers = {"Content-Type": "application/json"}
+    reply = await server.send("POST", COMPLETIONS, data=data, headers=headers)
+    assert reply.status == status
+    if status == 200:
+        assert reply.text == "DEF"  # the last of two counts
+    else:
+        assert reply.error.keys() == {"message", "type", "param", "code"}
+    assert (await server.post(ASK)).text == "DEF"
+
+
+async def test_ids_of_any_characters_are_echoed_without_breaking_head_or_log(server, caplog):
+    caplog.set_level("INFO")
+    given = "\u202e\u0000\n\r\U0001f600"
+    reply = await server.post(ASK | {"request_id": given, "user": given, "cache_salt": given})
+    assert reply.text == "DEF"
+    reply = await server.post(ASK, headers={"X-Request-Id": "id-\u202e-\U0001f600"})
+    assert reply.headers["x-request-id"].isascii()
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
+SPELLINGS = [
+    b"//metrics", b"/v1/../metrics", b"/v1/%2e%2e/metrics", b"/./metrics", b"/%6detrics",
+    b"/metrics/", b"/metrics;/health", b"/metrics?/health", b"/health/../metrics", b"/METRICS",
+    b"/health%2f..%2fmetrics", b"/page/..%2fapp.py", b"/page/%2e%2e/app.py", b"/metrics%00",
+    b"http://x/metrics", b"http://health/metrics", b"//health/../metrics", b"/\\metrics",
+    b"/health/live/../../metrics", b"/v1%2fmodels", b"/metrics%20", b"*",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SPELLINGS)
+async def test_no_spelling_of_a_path_gets_past_the_key(start, path):
+    server = await start(api_keys=("sk-1",))
+    status, _, body = await ask(server, b"GET " + path + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert status in (400, 401, 404)
+    assert b"vllm:" not in body
+    assert b'"error"' in body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_is_answered_without_chunks_and_the_connection_ends(server, stream):
+    reader, writer = await connect(server)
+    data = msgspec.json.encode(ASK | {"temperature": 0, "stream": stream})
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(data)
+    writer.write(head + data)
+    async with asyncio.timeout(10):
+        answer = await reader.read()  # to the end of the connection
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200")
+    assert b"transfer-encoding" not in head.lower()
+    events = [line[6:] for line in body.split(b"\n\n") if line] if stream else [body]
+    texts = [msgspec.json.decode(e)["choices"][0]["text"] for e in events if e != b"[DONE]"]
+    assert "".join(texts) == "DEF"
+    assert events[-1] == b"[DONE]" or not stream
+    writer.close()
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it(server):
+    data = msgspec.json.encode(ASK | {"temperature": 0})
+    reader, writer = await connect(server)
+    writer.write(POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data))
+    async with asyncio.timeout(10):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        writer.write(data)
+        assert b'"DEF"' in await reader.readuntil(b"}}}")
+    writer.close()
+
+
+async def test_chunks_that_never_end_are_given_up(start):
+    server = await start(limits=ServerLimits(body_timeout_s=0.3))
+    reader, writer = await connect(server)
+    writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+
+    async def drip() -> None:
+        while True:
+            writer.write(b"1\r\n \r\n")
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(drip())
+    async with asyncio.timeout(10):
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408")
+    task.cancel()
+    assert server.state.num_waiting_bytes == 0
+    writer.close()
+
+
+async def test_what_is_no_http_behind_good_requests_ends_only_its_own_connection(server):
+    reader, writer = await connect(server)
+    good = b'POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"tokens":[32]}'
+    writer.write(good * 20)
+    async with asyncio.timeout(10):
+        for _ in range(20):
+            assert b'{"prompt":"A"}' in await reader.readuntil(b"}")
+        writer.write(b"garbage\r\n\r\n")
+        assert b"no valid HTTP" in await reader.read()
+    assert (await server.post(ASK)).text == "DEF"
+    writer.close()
