@@ -86,9 +86,7 @@ JSON = {
     ),
     "a key twice": (b'{"prompt":"XYZ","prompt":"ABC","max_tokens":9,"max_tokens":3}', 200),
     "many keys": (
-        b"{"
-        + b"".join(b'"k%d":1,' % i for i in range(100_000))
-        + b'"prompt":"ABC","max_tokens":3}',
+        b"{" + b"".join(b'"k%d":1,' % i for i in range(50_000)) + b'"prompt":"ABC","max_tokens":3}',
         200,
     ),
 }
