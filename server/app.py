@@ -1,6 +1,7 @@
 """The web application: routes, and what every request passes through."""
 
 import time
+import uuid
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -81,6 +82,8 @@ def create_app(
         response.headers.update(app[SERVER].rates.headers(*payer_of(request)))
         response.headers.update(origins.headers(request))
         given = request.headers.get("X-Request-Id")
+        if given is None and limits.names_requests:
+            given = uuid.uuid4().hex
         if given is not None:
             response.headers["X-Request-Id"] = _printable(given)
 

@@ -212,6 +212,13 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--fingerprint-value", default="", metavar="TEXT")
     group.add_argument(
+        "--enable-request-id-headers",
+        action="store_true",
+        help="X-Request-Id in every answer, also where the client sent none",
+    )
+    for name in ("prompt-tokens-details", "server-load-tracking", "sleep-mode"):
+        group.add_argument(f"--enable-{name}", action="store_true", help="known; it is always on")
+    group.add_argument(
         "--sse-keep-alive-interval",
         type=float,
         default=_LIMITS.sse_keep_alive_s,

@@ -78,6 +78,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         stream_interval=args.stream_interval,
         sse_keep_alive_s=args.sse_keep_alive_interval,
         forces_usage=args.enable_force_include_usage,
+        names_requests=args.enable_request_id_headers,
         batch_dir=args.batch_dir,
         max_batch_file_bytes=args.max_batch_file_bytes,
         max_batch_key_bytes=args.max_batch_key_bytes,

@@ -50,6 +50,7 @@ class ServerLimits:
     unlogged_paths: frozenset[str] = UNLOGGED_PATHS
     warm_prefix_share: float = 0.25  # of the pages that may be pinned, for one key but an admin's
     forces_usage: bool = False  # at the end of every stream
+    names_requests: bool = False  # X-Request-Id also where the client sent none
     batch_dir: str | None = None
     max_batch_file_bytes: int = 200 * 2**20
     max_batch_key_bytes: int = 10 * 2**30

@@ -78,6 +78,14 @@ async def test_two_requests_with_one_client_id_are_apart(server):
     assert first.body["id"] != second.body["id"]
 
 
+async def test_every_answer_has_an_id_in_its_head_where_the_operator_wants_it(start):
+    server = await start(limits=ServerLimits(names_requests=True))
+    named = (await server.get("/health", headers={"X-Request-Id": "mine"})).headers
+    assert named["x-request-id"] == "mine"
+    others = {(await server.get("/health")).headers["x-request-id"] for _ in range(2)}
+    assert len(others) == 2
+
+
 async def test_one_request_that_fails_harms_no_other(server):
     """Logits that are not finite end one request with a 500 or an error event."""
     real_step = server.engine.step
