@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged.core.beams import BeamSearchParams
-from jaxpaged.core.logit_edits import MAX_BIASES
-from jaxpaged.core.params import MAX_LOGPROBS, OutputKind, SamplingParams
+from jaxpaged.core.params import MAX_BIASES, MAX_LOGPROBS, OutputKind, SamplingParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.formats import structured_outputs
 from jaxpaged.openai.schema import ChatRequest, CompletionRequest, PrefixRequest, SamplingFields
@@ -109,8 +108,7 @@ def _common(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
     if len(given) > MAX_BIASES:  # before anything is done for each
         raise RequestError(
-            f"logit_bias names {len(given)} ids, at most {MAX_BIASES} are allowed: leave some out",
-            param="logit_bias",
+            f"logit_bias has {len(given)} entries, allowed are {MAX_BIASES}", param="logit_bias"
         )
     biases: dict[int, float] = {}
     for key, value in given.items():
