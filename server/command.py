@@ -113,6 +113,11 @@ async def _start_pooling(config: EngineConfig, settings: ServerSettings) -> Serv
         return None
     if settings.engine_process:
         return await RemotePooling.start(embedding, log_level=settings.log_level)
+    if not share_devices(config, embedding):
+        raise ConfigError(
+            "--disable-frontend-multiprocessing keeps both models in one process with the same "
+            "devices: leave it out, or device_ids in --embedding-settings"
+        )
     from jaxpaged.engine.pooling.threaded import AsyncPooling  # brings JAX
 
     return AsyncPooling.from_config(embedding)

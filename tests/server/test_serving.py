@@ -26,6 +26,7 @@ from server.settings import ServerSettings, flags_from_file, parse, server_setti
 from server.state import ServerLimits
 from tests.server.conftest import COMPLETIONS, Running
 from tests.support.fake_engine import fake_llm
+from tests.support.models import write_model
 
 STREAM = {"prompt": "ABC", "max_tokens": 80, "stream": True, "ignore_eos": True, "temperature": 0}
 
@@ -279,6 +280,13 @@ def test_a_model_that_is_not_there_is_one_line_and_code_2(capsys, tmp_path):
     assert code == 2
     assert told.count("\n") == 1
     assert "Traceback" not in told
+
+
+def test_models_of_one_process_have_the_same_devices(capsys, tmp_path):
+    flags = ["--port", "0", "--disable-frontend-multiprocessing", "--embedding-model", "e"]
+    flags += ["--embedding-settings", '{"device_ids": [1]}']
+    assert command.main([str(write_model("S", tmp_path)), *flags]) == 2
+    assert "keeps both models in one process" in capsys.readouterr().err
 
 
 def test_code_of_model_folders_is_refused_by_flag(capsys):
