@@ -16,6 +16,7 @@ the only one that this changes: `repeat_kv_heads` turns theirs of the model into
 A vocabulary that does not divide gets rows of zeros at its end there, whose logits are -inf.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -68,9 +69,8 @@ class Placement:
         return [device for mesh in self.stages for device in mesh.devices.flat]
 
     def layers_of(self, stage: int, num_layers: int) -> range:
-        """The layers of a stage: as even as they come, later stages taking what is over."""
-        count = len(self.stages)
-        return range(stage * num_layers // count, (stage + 1) * num_layers // count)
+        """The layers of a stage, see `layers_of_stages`."""
+        return layers_of_stages(num_layers, len(self.stages))[stage]
 
     def stage_of(self, path: Sequence[str | int], num_layers: int) -> int:
         """The stage that holds the weight at `path`, its keys in the nested weights."""
@@ -84,6 +84,12 @@ class Placement:
     ) -> NamedSharding:
         """Where the weight at `path` lives, whose axes mean `axes`."""
         return NamedSharding(self.stages[self.stage_of(path, num_layers)], spec_of(axes))
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
+    """As even as they come; of what is over the last stage, which has the head, gets nothing."""
+    ends = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(ends)]
 
 
 def make_placement(

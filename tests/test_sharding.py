@@ -34,7 +34,8 @@ def test_every_weight_is_split_by_the_meaning_of_its_axes_on_its_stage():
     for path, leaf in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         assert leaf.sharding.spec == split.get(name[name.rindex("[") :], P()), name
-        wanted = first if name.startswith(("['embedding']", "['layers'][0]")) else last
+        of_first = ("['embedding']", "['layers'][0]", "['layers'][1]")
+        wanted = first if name.startswith(of_first) else last
         assert leaf.sharding.mesh == wanted, name
 
 

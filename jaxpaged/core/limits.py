@@ -26,6 +26,7 @@ class SchedulerLimits:
     reserve_whole_answer: bool = False  # and all it may sample too: nothing is ever preempted
     scheduling_policy: PolicyName = "fcfs"
     speculation: Speculation | None = None  # None drafts nothing
+    num_stages: int = 1  # of devices that a step goes through: so many steps share no decode
     preemption_mode: PreemptionMode = "recompute"  # auto: swap where that is estimated cheaper
     num_host_pages: int = 0  # for swapped sequences
     swap_gain: float = 1.0  # time to compute a token over the time to move one out and back in

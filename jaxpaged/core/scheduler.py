@@ -14,6 +14,7 @@ from jaxpaged.core.reuse import Hit, PageReuse
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.core.speculator import Speculator, take_verified
 from jaxpaged.core.trace import Trace, WaitCause, note_plan, wait_cause
+from jaxpaged.core.turns import Turns
 from jaxpaged.errors import InvariantError, PromptTooLong
 
 
@@ -42,7 +43,7 @@ class Scheduler:
         self._scored_was_left_out = False
         self.wait_cause: WaitCause = "line"  # why the last plan admitted nobody further
         self.traces: dict[int, Trace] = {}  # by seq_id, of those that are to be explained
-        self._speculator = Speculator(limits.speculation)
+        self._speculator, self._turns = Speculator(limits.speculation), Turns(limits.num_stages)
 
     @property
     def num_running(self) -> int:
@@ -201,7 +202,7 @@ class Scheduler:
         """Rows of the sequences that hold pages, the last to give way first."""
         page_size, running, rows = self.pool.page_size, SeqState.RUNNING, draft.rows
         draft.order = self._waiting.in_order(self._running.values())
-        for seq in draft.order:
+        for seq in self._turns.choose(draft):
             if seq.state is not running:
                 continue  # preempted a moment ago, to make room for one before it
             start, num_in_flight, slot = seq.num_computed_tokens, seq.num_in_flight, seq.slot

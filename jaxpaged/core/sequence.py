@@ -59,6 +59,7 @@ class Sequence:
     num_needed_tokens: int = 0  # tokens whose KV is ever needed; set when the scheduler gets it
     num_registered_pages: int = 0  # leading pages whose content the prefix cache has seen
     arrival_mark: int = 0  # set by the scheduling policy
+    turn: int = 0  # the latest step that it is in, counted where stages take turns
     prefix: Parent = 0  # the prefix cache's name for the content of those pages
     num_shared_pages: int = 0  # leading pages that others computed
     first_local_page: int = 0  # page from which on it holds local pages too, where there are any

@@ -14,10 +14,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpaged.arrays import Params
-from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.architecture import LayerKind, ModelConfig
 from jaxpaged.config.settings import EngineConfig, ParallelSettings
 from jaxpaged.engine.local_capacity import (
     PoolSizes,
+    layer_kinds_of,
     least_pages_of_one,
     share_pool,
     useful_pages,
@@ -57,12 +58,14 @@ class MemoryPlan:
     num_pages: int  # the null page included; with local pages, what the pools' memory amounts to
     num_scheduler_steps: int
     least_pages: int  # fewer cannot serve what was asked for
+    layer_kinds: tuple[LayerKind, ...]  # that a device has pages for
 
     @cached_property
     def pools(self) -> PoolSizes:
         """Pages and local pages."""
         memory = self.num_pages * self.page
-        sizes = self.model, self.page_size, self.max_num_seqs, self.max_num_batched_tokens
+        model = dataclasses.replace(self.model, layer_kinds=self.layer_kinds)
+        sizes = model, self.page_size, self.max_num_seqs, self.max_num_batched_tokens
         return share_pool(memory, self.page, *sizes)
 
     @property
@@ -112,7 +115,8 @@ class MemoryPlan:
         counts = f"{self.page_size} tokens, {self.pool_tokens} tokens, {self.page} bytes a page"
         if pools.num_local_pages:
             counts = f"{self.page_size} tokens in {pools.num_full_layers} layers, and "
-            counts += f"{pools.num_local_pages - 1} in {self.model.num_local_layers} layers with a "
+            num_layers = len(self.layer_kinds) - pools.num_full_layers
+            counts += f"{pools.num_local_pages - 1} in {num_layers} layers with a "
             counts += f"window of {self.model.local_window} tokens"
         return [
             *lines,
@@ -183,10 +187,10 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
 
 
 def share_of(model: ModelConfig, parallel: ParallelSettings) -> ModelConfig:
-    """What a device computes, of the stage with the most layers.
+    """What a device computes, see `layer_kinds_of` about its layers.
 
     Raises:
-        ConfigError: heads or widths do not divide.
+        ConfigError: heads or widths do not divide, or a stage would have no layer.
     """
     num_shards = parallel.tensor_parallel_size
     stored = laid_out(model, num_shards)
@@ -196,7 +200,7 @@ def share_of(model: ModelConfig, parallel: ParallelSettings) -> ModelConfig:
         kv_heads=stored.kv_heads // num_shards,
         ffn=stored.ffn // num_shards,
         vocab=stored.vocab // num_shards,
-        layer_kinds=stored.layer_kinds[: -(-model.num_layers // parallel.pipeline_parallel_size)],
+        layer_kinds=layer_kinds_of(model, parallel.pipeline_parallel_size),
     )
 
 
@@ -220,7 +224,8 @@ def _plan(
     if model.local_window is not None:
         sizes = page, share, cache.page_size, max_num_seqs, budget
         most_useful, least = useful_pages(*sizes), least_pages_of_one(*sizes)
-    workspace = workspace_bytes(share, dtype, budget, max_num_seqs)
+    num_stages = config.parallel.pipeline_parallel_size
+    workspace = workspace_bytes(share, dtype, budget, max_num_seqs, num_stages)
     trials = trial_bytes(share, dtype, budget, max_num_seqs)
     plan = MemoryPlan(
         device=device,
@@ -238,6 +243,7 @@ def _plan(
         num_pages=most_useful,
         num_scheduler_steps=_num_scheduler_steps(config, weights, device),
         least_pages=least if is_fixed else min(LEAST_PAGES, most_useful),
+        layer_kinds=share.layer_kinds,
     )
     if cache.num_gpu_blocks_override is not None:
         asked = cache.num_gpu_blocks_override
@@ -269,7 +275,8 @@ def _num_scheduler_steps(config: EngineConfig, weights: int, device: DeviceMemor
     sched = config.scheduler
     if sched.num_scheduler_steps is not None:
         return sched.num_scheduler_steps
-    if device.is_cpu or sched.speculation is not None or weights > 6 * GIB:
+    is_staged = config.parallel.pipeline_parallel_size > 1
+    if device.is_cpu or is_staged or sched.speculation is not None or weights > 6 * GIB:
         return 1
     return 2 if weights > 2 * GIB else 4
 

@@ -97,8 +97,7 @@ class EngineControl:
         self._asleep = "dropped"
         if level == 1:
             self._asleep = jax.tree.map(lambda x: np.array(x, copy=True), runner.params)
-        for array in jax.tree.leaves((runner.params, runner.state)):
-            array.delete()
+        runner.free()
 
     def wake_up(self) -> None:
         """Put weights and an empty page pool back on the device."""

@@ -146,7 +146,7 @@ class Engine:
         """Read the tokens before, and make the masks that they lead to, during the forward pass."""
         batch, logits = self.steps.start_forward(plan)
         events: list[TokenEvent] = []
-        while self.steps:
+        while self.steps and self._grammar_rows.wait_for_tokens(plan):
             events += self._read_oldest()
         self._grammar_rows.fill(plan, self._builder.banned_of(batch))
         self.steps.start_sampling(plan, batch, logits)

@@ -30,8 +30,7 @@ from jaxpaged.engine.devices import use_devices
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device, watch_devices
-from jaxpaged.engine.runner import Runner
-from jaxpaged.engine.starting import make_programs, refuse_combinations, warm_up
+from jaxpaged.engine.starting import make_programs, make_runner, refuse_combinations, warm_up
 from jaxpaged.engine.swapping import swap_limits
 from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.layers.attention import AttentionOp, paged_attention
@@ -99,7 +98,7 @@ def build_engine(
     with _timed(phases, "tokenizer"):
         tokenizer = tokenizer_for(config.model, loaded.path)
         template = template_for(config.model, tokenizer)
-    weights = bytes_in_use(placement and placement.devices) or weights
+    weights = max(bytes_in_use(placement and placement.devices), weights)
     plan = plan_or_refuse(config, loaded.config, weights, dtype, device)
     config, model = settled(config, plan), plan.model
     processors = dict(logits_processors or {})
@@ -112,7 +111,7 @@ def build_engine(
         with _timed(phases, "programs"), memory_explained(plan):
             warm_up(programs, ladder_of(config), show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
-        runner = Runner(model, loaded.params, programs.source.make_state(), programs)
+        runner = make_runner(plan, loaded, placement, programs)
     parts = _host_side(config, plan, processors)
     metrics = _metrics(config, plan, dtype)
     engine = Engine(
@@ -122,7 +121,7 @@ def build_engine(
         parts.ladder,
         tokenizer,
         metrics,
-        max_in_flight=2 if config.scheduler.async_scheduling else 1,
+        max_in_flight=runner.num_stages + config.scheduler.async_scheduling,
         num_scheduler_steps=plan.num_scheduler_steps,
     )
     inputs = InputProcessor(
@@ -182,6 +181,7 @@ def _host_side(
         reserve_whole_answer=sched.admission == "no-evict",
         scheduling_policy=sched.policy,
         speculation=sched.speculation,
+        num_stages=config.parallel.pipeline_parallel_size,
         **swap_limits(config, plan),
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool), local)

@@ -87,6 +87,13 @@ class GrammarRows:
             for seq, samples in zip(plan.columns.seqs, plan.columns.samples, strict=True)
         )
 
+    def wait_for_tokens(self, plan: StepPlan) -> bool:
+        """Some row's mask follows from tokens that have not been read."""
+        return any(
+            samples and seq.num_in_flight > 1 and seq.seq_id in self._matchers
+            for seq, samples in zip(plan.columns.seqs, plan.columns.samples, strict=True)
+        )
+
     def fill(self, plan: StepPlan, banned: np.ndarray) -> None:
         """Ban in the rows of `banned`, u32[seqs, words], what their grammars do not allow next.
 

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.architecture import LayerKind, ModelConfig
 from jaxpaged.core.local_pages import MOST_CHUNK, LocalPages, most_of_decode
 from jaxpaged.core.page_pool import PagePool
+from jaxpaged.errors import ConfigError
+from jaxpaged.sharding import layers_of_stages
 
 # windows of context at which both kinds of pages are used up together: in longer sequences local
 # pages are left over, in shorter ones pages
@@ -61,6 +63,28 @@ class _Shape:
 
     def bytes_of(self, num_pages: int, num_local: int) -> int:
         return num_pages * self.page + num_local * self.local_page
+
+
+def layer_kinds_of(model: ModelConfig, num_stages: int) -> tuple[LayerKind, ...]:
+    """The layers that a stage is planned with: as many of each kind of page as any stage has.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    if num_stages > model.num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size is {num_stages}, over the model's {model.num_layers} "
+            "layers: lower it"
+        )
+    stages = [
+        model.layer_kinds[layers.start : layers.stop]
+        for layers in layers_of_stages(model.num_layers, num_stages)
+    ]
+    kinds: list[LayerKind] = []
+    for has_window in (False, True):
+        of_stages = ([k for k in stage if (k.window is not None) == has_window] for stage in stages)
+        kinds += max(of_stages, key=len)
+    return tuple(kinds)
 
 
 def share_pool(

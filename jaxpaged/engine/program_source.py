@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxpaged.arrays import DeviceState, Params
+from jaxpaged.arrays import DeviceState, KVPages, Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import Bucket
@@ -27,9 +27,18 @@ from jaxpaged.engine.page_moves import (
     page_rows,
     store_pages,
 )
-from jaxpaged.engine.step import SamplerState, make_chain, make_forward, make_sample, reset_counts
+from jaxpaged.engine.step import (
+    SamplerState,
+    make_chain,
+    make_forward,
+    make_inner,
+    make_last,
+    make_sample,
+    reset_counts,
+)
 from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.models.decoder import device_state_shapes, empty_like
+from jaxpaged.models.stages import StageKind
 from jaxpaged.sharding import spec_of
 
 RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
@@ -82,6 +91,8 @@ class ProgramSource:
         logprobs_mode: what is told where logprobs are wanted.
         mesh: the devices that share each layer, for which `params` and `model` are laid out.
         num_scheduler_steps: that a program of several decode steps takes; 1: there is none.
+        stage: of a model cut into stages; `graphdef`, `params` and `model` have its layers alone.
+        has_local_table: layers with a window have a page table of their own, of another stage too.
     """
 
     def __init__(
@@ -100,8 +111,11 @@ class ProgramSource:
         mesh: Mesh | None = None,
         num_local_pages: int = 0,
         num_scheduler_steps: int = 1,
+        stage: StageKind = "whole",
+        has_local_table: bool = False,
     ):
         self._graphdef, self._processors, self.mesh = graphdef, processors, mesh
+        self._stage: StageKind = stage
         self._logprobs_mode: LogprobsMode = logprobs_mode
         has_local = num_local_pages > 0
         self.page_kinds = PageKinds(
@@ -111,9 +125,9 @@ class ProgramSource:
             PackedLayout,
             pages_per_seq=-(-model.max_len // page_size),
             vocab=model.vocab - model.vocab_padding,
-            has_local_table=self.page_kinds.has_both,
+            has_local_table=has_local_table or self.page_kinds.has_both,
         )
-        self._params = _shapes(params)
+        self._params = shapes_of(params)
         sizes = num_pages, page_size, max_num_seqs, dtype, mesh, num_local_pages
         self._state = device_state_shapes(model, *sizes)
         self._page_programs = [("copy", width) for width in COPY_WIDTHS]
@@ -128,19 +142,45 @@ class ProgramSource:
         split = jax.tree.leaves(jax.tree.map(_spec, (self._params, self._state)))
         devices = self.mesh and [device.id for device in self.mesh.devices.flat]
         return programs_identity(
-            (self._model, self._logprobs_mode, devices, split), self._params, self._state
+            (self._model, self._stage, self._logprobs_mode, devices, split),
+            self._params,
+            self._state,
         )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the programs make logits and sample."""
+        return self._stage in ("whole", "last")
 
     def make_state(self) -> DeviceState:
         """An empty page pool and the slots of sequences."""
         return empty_like(self._state)
 
+    def make_pages(self) -> tuple[KVPages, ...]:
+        """An empty page pool alone."""
+        return empty_like(self._state.kv_pages)
+
+    def make_token_ids(self) -> jax.Array:
+        """`last_token_ids` before anything was sampled."""
+        return empty_like(self._state.last_token_ids)
+
     def forward(self, bucket: Bucket) -> Program:
         layout = self.layout(bucket)
-        function = make_forward(self._graphdef, layout)
         arguments = (self._params, self._state, self._int32(layout.forward_size))
-        result, options = (self._state, LOGITS, WHOLE), _options(bucket)
-        return self._program(bucket.forward_name, function, arguments, result, 1, options)
+        result, name, options = (self._state, LOGITS, WHOLE), bucket.forward_name, _options(bucket)
+        if self._stage == "whole":
+            function = make_forward(self._graphdef, layout)
+            return self._program(name, function, arguments, result, 1, options)
+        given = self._state.last_token_ids
+        if self._stage != "first":
+            shape, dtype = (bucket.num_tokens, self._model.embed), self._state.kv_pages[0].k.dtype
+            given = jax.ShapeDtypeStruct(shape, dtype, sharding=given.sharding)
+        if self._stage == "last":
+            function = make_last(self._graphdef, layout)
+            return self._program(name, function, (*arguments, given), result, 1, options)
+        pages, function = self._state.kv_pages, make_inner(self._graphdef, layout)
+        arguments = (self._params, pages, arguments[2], given)
+        return self._program(name, function, arguments, (WHOLE, pages), 1, options)
 
     def chain(self, bucket: Bucket, num_steps: int) -> Program:
         """Several whole steps in a row."""
@@ -185,12 +225,12 @@ class ProgramSource:
         programs: dict[str, Callable[[], Program]] = {}
         for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
             programs[bucket.forward_name] = partial(self.forward, bucket)
-            if bucket.needs_sampling:
+            if bucket.needs_sampling and self.is_last:
                 programs[bucket.sample_name] = partial(self.sample, bucket)
             if bucket.kind == "decode" and self._chain_length > 1:
                 make = partial(self.chain, bucket, self._chain_length)
                 programs[bucket.chain_name(self._chain_length)] = make
-        for length in self.reset_lengths:
+        for length in self.reset_lengths if self.is_last else ():
             programs[f"reset {length}"] = partial(self.reset, length)
         for kind, width in self._page_programs:
             programs[f"{kind} {width}"] = partial(self.page, kind, width)
@@ -221,7 +261,9 @@ def _options(bucket: Bucket) -> dict[str, Any]:
     return {"xla_gpu_enable_triton_gemm": bucket.num_tokens <= FEW_TOKENS}
 
 
-def _shapes(tree: Any) -> Any:
+def shapes_of(tree: Any) -> Any:
+    """Arrays as their shapes, with their places."""
+
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 

@@ -1,6 +1,6 @@
 """The runner owns the device: weights, page pool, compiled steps. It alone knows both sides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from jaxpaged.core.packing import HostBatch
 from jaxpaged.core.plan import PageMove, StepPlan
 from jaxpaged.engine.page_moves import PageMover
 from jaxpaged.engine.programs import Programs
+from jaxpaged.engine.stages import EarlierStages
 from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, SamplerState
 from jaxpaged.errors import InvariantError
 from jaxpaged.layers.sampling import TOP_LOGPROBS
@@ -59,21 +60,40 @@ class PendingStep:
 class Runner:
     """Runs built batches on one device or mesh, in the order given. Used by one thread at a time.
 
+    Where the model is cut into stages these are the last stage's devices; see `EarlierStages`.
+
     Args:
-        params: the decoder's weights on the device.
-        state: the page pool and what else changes; owned by the runner from here on.
+        params: the decoder's weights on their devices.
+        programs: of each stage, in order; mostly there is one.
+        split: cuts the weights into those of each stage.
     """
 
-    def __init__(self, model: ModelConfig, params: Params, state: DeviceState, programs: Programs):
-        self.model, self.params = model, params
-        self._state, self._programs = state, programs
-        self._mover = PageMover(programs.page, programs.source.page_kinds)
-        mesh = programs.source.mesh
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: Params,
+        programs: Sequence[Programs],
+        split: Callable[[Params], Sequence[Params]] = lambda params: [params],
+    ):
+        self.model, self.params, self._split = model, params, split
+        *_, self._programs = self._all_programs = programs
+        self._state = self._programs.source.make_state()
+        self._mover = PageMover(self._programs.page, self._programs.source.page_kinds)
+        mesh = self._programs.source.mesh
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        *earlier, self._own_params = split(params)
+        self._earlier = None
+        if earlier:
+            assert self._everywhere is not None
+            self._earlier = EarlierStages(programs[:-1], earlier, self._everywhere)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._all_programs)
 
     @property
     def num_compilations(self) -> int:
-        return self._programs.num_compilations
+        return sum([programs.num_compilations for programs in self._all_programs])
 
     @property
     def last_compile_time(self) -> float:
@@ -83,17 +103,21 @@ class Runner:
     @property
     def num_loaded(self) -> int:
         """Programs that were found on disk."""
-        return self._programs.num_loaded
+        return sum([programs.num_loaded for programs in self._all_programs])
 
     @property
     def state(self) -> DeviceState:
-        return self._state
+        """With the pages of all layers."""
+        if self._earlier is None:
+            return self._state
+        pages = self._earlier.kv_pages + self._state.kv_pages
+        return replace(self._state, kv_pages=pages)
 
     def dispatch(self, batch: HostBatch) -> PendingStep:
         """Start a step; returns at once where the device computes asynchronously."""
         if batch.bucket.needs_sampling:
             forward, sample = jax.device_put((batch.forward, batch.sample), self._everywhere)
-            return self._start_sampling(self._start_forward(batch.bucket, forward), sample)
+            return self._start_sampling(self._start_forward(batch, forward), batch, sample)
         pending = self.dispatch_forward(batch)
         pending.words.copy_to_host_async()
         return PendingStep(batch.bucket, pending.words)
@@ -103,18 +127,18 @@ class Runner:
         bucket = batches[0].bucket
         packed = jax.device_put(self._programs.source.layout(bucket).chained(batches))
         self._state, words = self._programs.chain(bucket, len(batches))(
-            self.params, self._state, packed
+            self._own_params, self._state, packed
         )
         words.copy_to_host_async()
         return [PendingStep(bucket, words, place) for place in range(len(batches))]
 
     def dispatch_forward(self, batch: HostBatch) -> PendingLogits:
         """Start the first half of a step. `dispatch_sample` must come before the next forward."""
-        return self._start_forward(batch.bucket, jax.device_put(batch.forward, self._everywhere))
+        return self._start_forward(batch, jax.device_put(batch.forward, self._everywhere))
 
     def dispatch_sample(self, pending: PendingLogits, batch: HostBatch) -> PendingStep:
         """Start the second half, with `batch.sample` as it is by now."""
-        return self._start_sampling(pending, jax.device_put(batch.sample, self._everywhere))
+        return self._start_sampling(pending, batch, jax.device_put(batch.sample, self._everywhere))
 
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step and take its result apart."""
@@ -149,11 +173,15 @@ class Runner:
 
     def copy_pages(self, plan: StepPlan) -> None:
         """Copy pages within the pool, before what is dispatched next."""
+        if self._earlier is not None:
+            self._earlier.copy_pages(plan)
         kv_pages = self._mover.copy(self._state.kv_pages, plan.page_copies, plan.local_copies)
         self._state = replace(self._state, kv_pages=kv_pages)
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """Swap pages out and in, before what is dispatched next."""
+        if self._earlier is not None:
+            self._earlier.move_pages(moves)
         kv_pages = self._mover.move(self._state.kv_pages, moves)
         self._state = replace(self._state, kv_pages=kv_pages)
 
@@ -177,30 +205,53 @@ class Runner:
         self.params = jax.tree.map(
             lambda new, old: jax.device_put(new, old.sharding), params, self.params
         )
+        *earlier, self._own_params = self._split(self.params)
+        if self._earlier is not None:
+            self._earlier.replace_params(earlier)
 
     def replace_state(self, state: DeviceState) -> None:
         """Take another page pool of the same shapes; nothing may be running."""
+        if self._earlier is not None:
+            state = replace(state, kv_pages=self._earlier.replace_pages(state.kv_pages))
         self._state = state
 
     def temp_bytes(self) -> dict[str, int]:
         """What each program at hand needs while it runs, beside its arguments and results."""
-        return self._programs.temp_bytes()
+        found: dict[str, int] = {}
+        for programs in self._all_programs:
+            for name, size in programs.temp_bytes().items():
+                found[name] = max(size, found.get(name, 0))
+        return found
+
+    def free(self) -> None:
+        """Give the memory of weights and pages back to XLA's allocator; their shapes stay."""
+        for leaf in jax.tree.leaves((self.params, self._own_params, self.state)):
+            leaf.delete()
 
     def close(self) -> None:
-        """Give the device's memory back to XLA's allocator (which keeps it for this process)."""
-        for leaf in jax.tree.leaves((self.params, self._state)):
-            leaf.delete()
-        self._programs.clear()
+        """Free the device's memory, which XLA keeps for this process."""
+        self.free()
+        for programs in self._all_programs:
+            programs.clear()
 
-    def _start_forward(self, bucket: Bucket, packed: jax.Array) -> PendingLogits:
+    def _start_forward(self, batch: HostBatch, packed: jax.Array) -> PendingLogits:
+        bucket, given = batch.bucket, ()
+        if self._earlier is not None:
+            given = (self._earlier.start(batch),)
         forward = self._programs.forward(bucket)
-        self._state, logits, words = forward(self.params, self._state, packed)
+        self._state, logits, words = forward(self._own_params, self._state, packed, *given)
+        if self._earlier is not None and not bucket.needs_sampling:
+            self._earlier.feed_back(batch, self._state.last_token_ids)
         return PendingLogits(bucket, logits, words)
 
-    def _start_sampling(self, pending: PendingLogits, packed: jax.Array) -> PendingStep:
+    def _start_sampling(
+        self, pending: PendingLogits, batch: HostBatch, packed: jax.Array
+    ) -> PendingStep:
         state = SamplerState(self._state.last_token_ids, self._state.output_counts)
         state, words = self._programs.sample(pending.bucket)(state, pending.logits, packed)
         self._state = state.put_into(self._state)
+        if self._earlier is not None:
+            self._earlier.feed_back(batch, self._state.last_token_ids)
         words.copy_to_host_async()
         return PendingStep(pending.bucket, words)
 

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int16, Int32
 
-from jaxpaged.arrays import DeviceState, LogitEdits, Params, RaggedBatch, SamplingBatch, TopLogprobs
+from jaxpaged.arrays import (
+    DeviceState,
+    KVPages,
+    LogitEdits,
+    Params,
+    RaggedBatch,
+    SamplingBatch,
+    TopLogprobs,
+)
 from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import SamplerKind
 from jaxpaged.core.packing import PackedField, PackedLayout
@@ -30,9 +38,13 @@ from jaxpaged.layers.sampling import (
     tell_instead,
     token_logprobs,
 )
+from jaxpaged.models.decoder import Decoder
 from jaxpaged.sharding import local_ids
 
+type Pool = tuple[KVPages, ...]
 type ForwardFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array, Array]]
+type LastFunction = Callable[[Params, DeviceState, Array, Array], tuple[DeviceState, Array, Array]]
+type InnerFunction = Callable[[Params, Pool, Array, Array], tuple[Array, Pool]]
 type ChainFunction = Callable[[Params, DeviceState, Array], tuple[DeviceState, Array]]
 type SampleFunction = Callable[[SamplerState, Array, Array], tuple[SamplerState, Array]]
 
@@ -58,21 +70,38 @@ def make_forward(graphdef: nnx.GraphDef, layout: PackedLayout) -> ForwardFunctio
     """
 
     def forward(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
-        fields = unpack(layout.forward, packed)
-        batch = local = ragged_batch(layout, fields)
-        if layout.has_local_table:
-            table, slots = fields["local_page_table"], fields["local_slot_mapping"]
-            local = replace(batch, page_table=table, slot_mapping=slots)
+        batch, local = _unpacked(layout, packed)
         model = nnx.merge(graphdef, params)
         hidden, state = model(batch, state, local)
-        logits = model.unembed(hidden[batch.logit_rows])
-        if not layout.bucket.forward_samples:
-            return state, logits, jnp.zeros(0, jnp.int32)
-        tokens = pick_greedy(logits)
-        last = state.last_token_ids.at[batch.seq_slots].set(tokens)
-        return replace(state, last_token_ids=last), logits, _step_words(logits, tokens)
+        return _with_logits(model, layout, batch, hidden, state)
 
     return forward
+
+
+def make_inner(graphdef: nnx.GraphDef, layout: PackedLayout) -> InnerFunction:
+    """What a stage before the last one does of a forward pass; its pages are donated.
+
+    It takes `last_token_ids` where it is the first one, else hidden states, and gives hidden states
+    [tokens, embed] and its pages.
+    """
+
+    def inner(params: Params, kv_pages: Pool, packed: Int32[Array, " words"], given: Array):
+        batch, local = _unpacked(layout, packed)
+        return nnx.merge(graphdef, params).pass_on(given, batch, kv_pages, local)
+
+    return inner
+
+
+def make_last(graphdef: nnx.GraphDef, layout: PackedLayout) -> LastFunction:
+    """What the last stage does: all that `make_forward` does after the layers of those before."""
+
+    def last(params: Params, state: DeviceState, packed: Int32[Array, " words"], given: Array):
+        batch, local = _unpacked(layout, packed)
+        model = nnx.merge(graphdef, params)
+        hidden, state = model.finish(given, batch, state, local)
+        return _with_logits(model, layout, batch, hidden, state)
+
+    return last
 
 
 def make_sample(
@@ -131,6 +160,27 @@ def make_chain(
 def unpack(layout: tuple[PackedField, ...], packed: Int32[Array, " words"]) -> dict[str, Array]:
     """Cut a buffer into its fields and give each its own type back."""
     return {f.name: _typed(f, packed[f.offset : f.offset + f.size]) for f in layout}
+
+
+def _unpacked(layout: PackedLayout, packed: Array) -> tuple[RaggedBatch, RaggedBatch]:
+    """The batch, and as layers with a window see it."""
+    fields = unpack(layout.forward, packed)
+    batch = local = ragged_batch(layout, fields)
+    if layout.has_local_table:
+        table, slots = fields["local_page_table"], fields["local_slot_mapping"]
+        local = replace(batch, page_table=table, slot_mapping=slots)
+    return batch, local
+
+
+def _with_logits(
+    model: Decoder, layout: PackedLayout, batch: RaggedBatch, hidden: Array, state: DeviceState
+) -> tuple[DeviceState, Array, Array]:
+    logits = model.unembed(hidden[batch.logit_rows])
+    if not layout.bucket.forward_samples:
+        return state, logits, jnp.zeros(0, jnp.int32)
+    tokens = pick_greedy(logits)
+    last = state.last_token_ids.at[batch.seq_slots].set(tokens)
+    return replace(state, last_token_ids=last), logits, _step_words(logits, tokens)
 
 
 def ragged_batch(layout: PackedLayout, fields: dict[str, Array]) -> RaggedBatch:

@@ -89,21 +89,59 @@ class Decoder(nnx.Module):
         Hidden states of padding tokens mean nothing. `local` is the batch with the page table of
         layers with a window, where they have their own.
         """
+        x = self.embedding(input_ids(batch, state.last_token_ids))
+        return self.finish(x, batch, state, local)
+
+    def finish(
+        self,
+        x: Float[Array, "tokens embed"],
+        batch: RaggedBatch,
+        state: DeviceState,
+        local: RaggedBatch | None = None,
+    ) -> tuple[Float[Array, "tokens embed"], DeviceState]:
+        """The same from what the layers before these gave."""
+        x, added, pages = self._run_layers(x, batch, state.kv_pages, local)
+        return self.norm.of_sum(x, added)[0], replace(state, kv_pages=pages)
+
+    def pass_on(
+        self,
+        given: Int32[Array, " slots"] | Float[Array, "tokens embed"],
+        batch: RaggedBatch,
+        kv_pages: tuple[KVPages, ...],
+        local: RaggedBatch | None = None,
+    ) -> tuple[Float[Array, "tokens embed"], tuple[KVPages, ...]]:
+        """What these layers give to those after them, see `models/stages.py`.
+
+        `given` are `last_token_ids` where the first layer is among these, else hidden states.
+        """
+        x = given
+        if self.embedding is not None:
+            x = self.embedding(input_ids(batch, given))
+        x, added, pages = self._run_layers(x, batch, kv_pages, local)
+        return x + added, pages
+
+    def _run_layers(
+        self,
+        x: Float[Array, "tokens embed"],
+        batch: RaggedBatch,
+        kv_pages: tuple[KVPages, ...],
+        local: RaggedBatch | None,
+    ) -> tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], tuple[KVPages, ...]]:
+        """The residual, what the last layer adds to it, and the pages with this batch's KV."""
         local = batch if local is None else local
-        x = self.embedding(input_ids(batch, state))
         added = jnp.zeros_like(x)  # and not None, so that the first layer shares its trace
         kinds, head_dim = self.config.layer_kinds, self.config.head_dim
         ropes = dict.fromkeys(kind.rope for kind in kinds)
         angles = {rope: rope_angles(batch.positions, head_dim, rope) for rope in ropes}
-        pool = []
-        for layer, kind, pages in zip(self.layers, kinds, state.kv_pages, strict=True):
+        written = []
+        for layer, kind, pages in zip(self.layers, kinds, kv_pages, strict=True):
             graphdef, weights = nnx.split(layer)
             params = nnx.to_pure_dict(weights)
             turn = angles[kind.rope]
             mine = batch if kind.window is None else local
             x, added, pages = _run_layer(graphdef, params, x, added, turn, pages, mine)
-            pool.append(pages)
-        return self.norm.of_sum(x, added)[0], replace(state, kv_pages=tuple(pool))
+            written.append(pages)
+        return x, added, tuple(written)
 
     def unembed(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Turn hidden states into logits, float32, the model's soft cap applied."""
@@ -128,7 +166,9 @@ def _run_layer(
     return nnx.merge(graphdef, params)(x, added, angles, pages, batch)
 
 
-def input_ids(batch: RaggedBatch, state: DeviceState) -> Int32[Array, " tokens"]:
+def input_ids(
+    batch: RaggedBatch, last_token_ids: Int32[Array, " slots"]
+) -> Int32[Array, " tokens"]:
     """Take each token from the batch, or from `last_token_ids` where the host has not read it."""
     if batch.is_decode_only:
         slots = batch.seq_slots  # row s owns token s
@@ -136,7 +176,7 @@ def input_ids(batch: RaggedBatch, state: DeviceState) -> Int32[Array, " tokens"]
         places = jnp.arange(batch.token_ids.shape[0], dtype=batch.cu_q_lens.dtype)
         rows = jnp.searchsorted(batch.cu_q_lens, places, side="right") - 1
         slots = batch.seq_slots.at[rows].get(mode="clip")
-    return jnp.where(batch.from_last, state.last_token_ids[slots], batch.token_ids)
+    return jnp.where(batch.from_last, last_token_ids[slots], batch.token_ids)
 
 
 def device_state_shapes(
@@ -189,6 +229,6 @@ def init_device_state(
     return empty_like(shapes)
 
 
-def empty_like(state: DeviceState) -> DeviceState:
+def empty_like[T](state: T) -> T:
     """Zeros in the place of shapes, or of arrays, whose memory may be gone."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), state)

@@ -13,6 +13,7 @@ from jaxpaged.engine.memory import GIB, DeviceMemory, named_device
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import paged_attention
 from jaxpaged.models.decoder import device_state_shapes
+from jaxpaged.sharding import layers_of_stages
 from jaxpaged.weights.loader import abstract_model
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -188,6 +189,24 @@ def test_windows_let_more_long_sequences_run_together():
     assert tree_bytes(state.kv_pages) == taken
     text = "\n".join(found.lines())
     assert f"and {pools.num_local_pages - 1} in 40 layers with a window of 1024 tokens" in text
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_every_stage_has_room_for_the_pages_of_its_layers(num_stages):
+    model = windowed(1024, 6, 26)
+    found = plan("--max-num-seqs", "64", "-pp", str(num_stages), model=model)
+    pools, sizes = found.pools, (found.page_size, 64, jnp.bfloat16)
+    taken = []
+    for layers in layers_of_stages(model.num_layers, num_stages):
+        stage = replace(model, layer_kinds=model.layer_kinds[layers.start : layers.stop])
+        local = {"num_local_pages": pools.num_local_pages}
+        taken.append(
+            tree_bytes(device_state_shapes(stage, pools.num_pages, *sizes, **local).kv_pages)
+        )
+    memory = found.num_pages * found.page
+    assert 0.8 * memory < max(taken) <= memory
+    with pytest.raises(ConfigError, match="is 27, over the model's 26 layers: lower it"):
+        plan("-pp", "27", model=model)
 
 
 def test_where_every_layer_has_a_window_the_context_costs_nothing():

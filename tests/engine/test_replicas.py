@@ -202,9 +202,9 @@ def test_every_replica_has_devices_of_its_own():
 
 
 @pytest.mark.slow  # two processes load JAX and compile
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize(("num_shards", "num_stages"), [(1, 1), (2, 1), (2, 2)])
 async def test_the_tokens_of_two_replicas_are_those_of_one_engine(
-    parts_r, model_folder, tmp_path, tensor_parallel_size
+    parts_r, model_folder, tmp_path, num_shards, num_stages
 ):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 256, length).tolist() for length in (5, 9, 13, 14)]
@@ -212,7 +212,8 @@ async def test_the_tokens_of_two_replicas_are_those_of_one_engine(
     alone = LLM.from_parts(parts_r).generate(prompts, params, use_tqdm=False)
     settings = engines.TINY_SETTINGS | {"batch_buckets": (4,), "token_buckets": (16,)}
     settings |= {"compile_cache_dir": str(tmp_path), "max_num_batched_tokens": 16}  # few programs
-    settings |= {"data_parallel_size": 2, "tensor_parallel_size": tensor_parallel_size}
+    settings |= {"data_parallel_size": 2, "tensor_parallel_size": num_shards}
+    settings |= {"pipeline_parallel_size": num_stages}
     config = config_from_keywords(model=str(model_folder / "R"), **settings)
     engine = await ReplicaSet.start(config)
     try:

@@ -1,13 +1,17 @@
 """Layers with a window give pages back while their sequences run, and answers stay the same."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.core.params import SamplingParams
 from tests.engine.test_schedule_invariance import Tally, compare
 from tests.support.engines import MAX_NUM_SEQS, PAGE_SIZE, TinyEngine, tiny_parts
 
 WINDOW = 40
+ONE_SIZE = BucketLadder([Bucket("mixed", "full", 32, 4)])  # so that little is compiled
 OPTIONS = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 5},
@@ -23,18 +27,20 @@ def parts_mistral(model_folder):
     return tiny_parts(model_folder / "R", hf_overrides=overrides)
 
 
+GEMMA = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "sliding_window_pattern": 3,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 1,
+}
+
+
 @pytest.fixture(scope="module")
 def parts_gemma(model_folder):
     """Random weights: two layers with a window to one without."""
-    overrides = {
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
-        "num_hidden_layers": 3,
-        "sliding_window_pattern": 3,
-        "sliding_window": WINDOW,
-        "query_pre_attn_scalar": 1,
-    }
-    return tiny_parts(model_folder / "R", load_format="dummy", hf_overrides=overrides)
+    return tiny_parts(model_folder / "R", load_format="dummy", hf_overrides=GEMMA)
 
 
 @pytest.fixture(params=[pytest.param("parts_mistral", marks=pytest.mark.slow), "parts_gemma"])
@@ -128,3 +134,22 @@ def test_answers_to_one_prompt_copy_the_local_page_that_it_ends_in(parts):
     for one, other in zip(got.outputs, want.outputs, strict=True):
         assert one.token_ids == other.token_ids
     assert len({tuple(answer.token_ids) for answer in got.outputs}) == MAX_NUM_SEQS
+
+
+@pytest.mark.slow  # few other models have both kinds of pages, and it compiles much
+def test_stages_with_one_kind_of_page_each_give_the_tokens_of_one_device(parts_gemma, model_folder):
+    """The first of two has the layers with a window, the second the one without."""
+    settings = {"load_format": "dummy", "hf_overrides": GEMMA, "swap_space": 0.001}
+    staged = tiny_parts(model_folder / "R", **settings, pipeline_parallel_size=2)
+    tight = {"num_pages": 1 + 16, "num_local_pages": 1 + 10, "token_budget": 32}
+    swaps = {"preemption_mode": "swap", "num_host_pages": 64, "ladder": ONE_SIZE}
+    prompts, params = jobs(3, 50, 70)
+    params = [replace(one, n=2) for one in params]  # whose last page is copied
+    engine = TinyEngine(staged, **tight, **swaps)
+    got = engine.generate(prompts, params)
+    want = TinyEngine(parts_gemma, token_budget=32, ladder=ONE_SIZE).generate(prompts, params)
+    tally = Tally()
+    for one, alone in zip(got, want, strict=True):
+        compare(one, alone, tally)
+    assert len(tally.close_calls) <= 1
+    assert engine.scheduler.tier.num_swaps > 0

@@ -50,9 +50,10 @@ LADDER = BucketLadder(
 )
 
 
-def tiny_parts(model: Path, **settings) -> EngineParts:
+def tiny_parts(model: Path, *, attention=None, **settings) -> EngineParts:
     """An engine with a page pool for MAX_NUM_SEQS sequences of 256 tokens, nothing compiled yet."""
-    return build_engine(config_from_keywords(model=str(model), **TINY_SETTINGS | settings))
+    config = config_from_keywords(model=str(model), **TINY_SETTINGS | settings)
+    return build_engine(config, attention=attention)
 
 
 @dataclass
@@ -71,6 +72,7 @@ class TinyEngine:
     num_host_pages: int = 0
     poison: bool = True
     speculation: Speculation | None = None
+    ladder: BucketLadder = LADDER
     num_local_pages: int = 0  # of a model with windows; 0: as many as planned
     engine: Engine = field(init=False)
 
@@ -94,15 +96,16 @@ class TinyEngine:
             max_num_scored_tokens=64,
             reserve_full_prompt=self.reserve_full_prompt,
             speculation=self.speculation,
+            num_stages=runner.num_stages,
         )
         self.engine = Engine(
             runner,
             Scheduler(limits, pool, PrefixCache(pool, self.hash_bits), local),
             BatchBuilder(*sizes, {}, local, pools.has_both),
-            LADDER,
+            self.ladder,
             self.parts.tokenizer,
             EngineMetrics("tiny", model.max_len),
-            self.max_in_flight,
+            self.max_in_flight + runner.num_stages - 1,
             self.num_scheduler_steps,
         )
 
@@ -138,5 +141,7 @@ class TinyEngine:
 def poison_pages(runner) -> None:
     """Fill the whole page pool with NaN."""
     state = runner.state
-    pages = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), state.kv_pages)
-    runner._state = dataclasses.replace(state, kv_pages=pages)
+    pages = jax.tree.map(
+        lambda x: jnp.full(x.shape, jnp.nan, x.dtype, device=x.sharding), state.kv_pages
+    )
+    runner.replace_state(dataclasses.replace(state, kv_pages=pages))

@@ -79,7 +79,12 @@ def token_ids() -> dict[str, int]:
 
 
 def write_checkpoint(
-    folder: Path, tensors: dict[str, np.ndarray], *, adds_bos: bool = False, **shape: int
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    adds_bos: bool = False,
+    is_tied: bool = False,
+    **shape: int,
 ) -> None:
     template = "{{ bos_token }}" * adds_bos + LAST_MESSAGE
     max_len = shape["max_position_embeddings"]
@@ -93,7 +98,7 @@ def write_checkpoint(
         hidden_act="silu",
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=is_tied,
         attention_bias=False,
         mlp_bias=False,
         torch_dtype="float32",
@@ -159,21 +164,24 @@ def write_successor(folder: Path, table: dict[int, int]) -> None:
     )
 
 
-def write_random(folder: Path, *, adds_bos: bool) -> None:
+def write_random(
+    folder: Path, *, adds_bos: bool = False, num_layers: int = 2, is_tied: bool = False
+) -> None:
     """Strong attention makes answers depend on the prompt; logits of spread 3 keep greedy clear."""
     hidden, ffn, rng = 64, 128, np.random.default_rng(7)
     gains = {"q": 1.5, "k": 1.5, "v": 1.5, "o": 1.5, "gate": 1.0, "up": 1.0, "down": 1.5}
     embed = rng.normal(0, 1.0, (VOCAB, hidden))
-    layers = [random_layer(rng, hidden, kv=32, ffn=ffn, gains=gains) for _ in range(2)]
+    layers = [random_layer(rng, hidden, kv=32, ffn=ffn, gains=gains) for _ in range(num_layers)]
     lm_head = rng.normal(0, 3.0 / hidden**0.5, (VOCAB, hidden))
     lm_head[256 + len(SPECIALS) :] *= 0.75  # ids without a token: rare, not impossible
     write_checkpoint(
         folder,
-        llama_tensors(embed, lm_head, layers),
+        llama_tensors(lm_head if is_tied else embed, lm_head, layers),
         adds_bos=adds_bos,
+        is_tied=is_tied,
         hidden_size=hidden,
         intermediate_size=ffn,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
