@@ -90,7 +90,7 @@ class GrammarRows:
     def wait_for_tokens(self, plan: StepPlan) -> bool:
         """Some row's mask follows from tokens that have not been read."""
         return any(
-            samples and seq.num_in_flight > 1 and seq.seq_id in self._matchers
+            samples and seq.num_in_flight > 1 and seq.seq_id in self.followed
             for seq, samples in zip(plan.columns.seqs, plan.columns.samples, strict=True)
         )
 

@@ -98,7 +98,7 @@ class Runner:
     @property
     def last_compile_time(self) -> float:
         """Now while a program that was missing is compiled, else when the last was finished."""
-        return self._programs.clock.last_progress_time
+        return max([programs.clock.last_progress_time for programs in self._all_programs])
 
     @property
     def num_loaded(self) -> int:

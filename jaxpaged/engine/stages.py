@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.arrays import KVPages, Params
-from jaxpaged.core.packing import HostBatch
+from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.packing import HostBatch, PackedLayout
 from jaxpaged.core.plan import PageMove, StepPlan
 from jaxpaged.engine.page_moves import PageMover
 from jaxpaged.engine.programs import Programs
@@ -55,6 +56,7 @@ class EarlierStages:
         self._ids = {0: none_yet}  # on the first stage, by the number of the step that gave them
         self._given_by = np.zeros(len(none_yet), np.int64)  # by slot: the latest step with its row
         self._num_steps = 0
+        self._layouts: dict[Bucket, PackedLayout] = {}
 
     @property
     def kv_pages(self) -> tuple[KVPages, ...]:
@@ -109,4 +111,7 @@ class EarlierStages:
         return int(self._given_by[views["seq_slots"][rows]].max(initial=0))
 
     def _views(self, batch: HostBatch) -> dict[str, np.ndarray]:
-        return self._stages[0].programs.source.layout(batch.bucket).views(batch)
+        bucket = batch.bucket
+        if bucket not in self._layouts:
+            self._layouts[bucket] = self._stages[0].programs.source.layout(bucket)
+        return self._layouts[bucket].views(batch)

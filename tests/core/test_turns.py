@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.params import SamplingParams
 from tests.core.fake_device import (
     Loop,
@@ -103,10 +104,16 @@ def jobs(draw):
     num_stages=st.integers(2, 4),
     num_pages=st.integers(8, 24),
     token_budget=st.integers(4, 16),
+    speculation=st.sampled_from([None, Speculation("ngram", 3, 3, 1)]),
 )
-def test_turns_change_no_answer_and_everybody_gets_one(work, num_stages, num_pages, token_budget):
+def test_turns_change_no_answer_and_everybody_gets_one(
+    work, num_stages, num_pages, token_budget, speculation
+):
     scheduler = make_scheduler(
-        num_pages=num_pages, num_stages=num_stages, max_num_batched_tokens=token_budget
+        num_pages=num_pages,
+        num_stages=num_stages,
+        max_num_batched_tokens=token_budget,
+        speculation=speculation,
     )
     seqs = [
         make_sequence(i, prompt, params.max_tokens, params=params)
