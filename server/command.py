@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from jaxpaged.config.flags import config_from_args
@@ -85,8 +84,7 @@ async def _serve(
                 config = leave_room(config, pooling.device_share)
             engine = await _start(config, settings, worker)
             engines.append(engine)
-        told = replace(engine.config, parallel=config.parallel)  # of all replicas
-        engine.fingerprint = system_fingerprint(told, *settings.fingerprint)
+        engine.fingerprint = system_fingerprint(config, *settings.fingerprint)
         app = create_app(
             engine, settings.api_keys, settings.limits, store, pooling, settings.middlewares
         )

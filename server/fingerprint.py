@@ -14,6 +14,8 @@ type FingerprintMode = Literal["full", "hash", "custom", "none"]
 def system_fingerprint(config: EngineConfig, mode: FingerprintMode, value: str) -> str | None:
     """The version, how the model is spread, and a hash of all settings that answers depend on.
 
+    `config` is as the operator gave it: what the planner finds out differs from start to start.
+
     Args:
         mode: `hash` leaves the spread out, `custom` is `value` and nothing else, `none` is None.
     """

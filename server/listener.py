@@ -31,7 +31,7 @@ def connection_limit() -> int:
     return max(SPARE_FILES, most - SPARE_FILES)
 
 
-class Protocol(RequestHandler):
+class HttpProtocol(RequestHandler):
     """aiohttp's, but what is no HTTP gets an answer in the shape of all other errors."""
 
     __slots__ = ()
@@ -107,5 +107,5 @@ class Listener:
         server = self._runner.server
         assert server is not None
         protocol: RequestHandler = server()
-        protocol.__class__ = Protocol  # aiohttp makes it without asking which
+        protocol.__class__ = HttpProtocol  # aiohttp makes it without asking which
         return TimedConnection(protocol, self._state.connections)
