@@ -37,6 +37,15 @@ class MixedTiles:
     early_exponents: bool  # beside the values' multiplication, which needs the next keys early
 
 
+@dataclass(frozen=True)
+class SearchTiles:
+    """Shape of the sampler's search: a program a row."""
+
+    warpgroups: int
+    loads: int  # of 16 bytes in flight, a thread
+    held: int  # logits that a thread can hold in shared memory
+
+
 # With a head_dim of 64 and q in registers whole heads came out wrong (the tile of q then has the
 # shape of the logits' one): there q lies in shared memory.
 DECODE = {
@@ -89,6 +98,9 @@ def mixed_tiles(head_dim: int, *, tokens: int, seqs: int) -> MixedTiles:
     if tokens >= _LONG_CHUNK_TOKENS * seqs and head_dim in _LONG_CHUNKS:
         return _LONG_CHUNKS[head_dim]
     return _MIXED[head_dim]
+
+
+SEARCH = SearchTiles(warpgroups=8, loads=4, held=48)
 
 
 @cache

@@ -68,7 +68,7 @@ def pick(logits: Float[Array, "seqs vocab"], sampling: SamplingBatch) -> Int32[A
         # merged into the argmax the noise is made anew for each comparison: twice as slow there
         noise = jax.lax.optimization_barrier(noise)
     # a row whose logits are NaN must still give a token id inside the vocabulary
-    return jnp.where(is_greedy, pick_greedy(logits), pick_greedy(kept + noise))
+    return pick_greedy(jnp.where(is_greedy[:, None], logits, kept + noise))
 
 
 def filtered(
@@ -76,9 +76,9 @@ def filtered(
 ) -> Float[Array, "seqs vocab"]:
     """Scale by temperature (a greedy row is not) and take out what is filtered away, as -inf."""
     is_greedy = sampling.temperature < GREEDY_BELOW
-    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    temperature = jnp.where(is_greedy, 1.0, sampling.temperature)
     filters = (sampling.top_k, sampling.top_p, sampling.min_p)
-    return filter_logits(scaled, *filters, axis=split_axis())
+    return filter_logits(logits, temperature, *filters, axis=split_axis())
 
 
 def edit_logits(

@@ -12,7 +12,12 @@ SMALL, LARGE = 130, 128 * 66 + 7  # below and above what is looked through block
 ROWS = 4
 ROUNDING = 1e-5  # of a float32 sum of probabilities
 
-filtered = jax.jit(filter_logits)
+
+@jax.jit
+def filtered(logits, *filters):
+    return filter_logits(logits, jnp.ones(len(logits)), *filters)
+
+
 top_20 = jax.jit(top_n_logprobs)
 ranked = jax.jit(rank_of)
 
@@ -174,7 +179,7 @@ def test_a_gpu_tries_more_at_once_and_finds_the_same(monkeypatch, vocab):
     want = np.asarray(filtered(*args))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.clear_caches()
-    got = np.asarray(jax.jit(lambda *args: filter_logits(*args))(*args))
+    got = np.asarray(jax.jit(lambda x, *args: filter_logits(x, jnp.ones(len(x)), *args))(*args))
     jax.clear_caches()
     np.testing.assert_array_equal(got, want)
 
@@ -233,6 +238,7 @@ def test_refuses_more_best_tokens_than_there_are(n):
 def test_filter_refuses_arguments_with_one_clear_line(change, message):
     args = {
         "logits": jnp.zeros((2, 5)),
+        "temperature": jnp.ones(2),
         "top_k": jnp.zeros(2, jnp.int32),
         "top_p": jnp.ones(2),
         "min_p": jnp.zeros(2),
