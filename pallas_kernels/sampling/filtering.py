@@ -34,10 +34,10 @@ def filter_logits(
 ) -> Float[Array, "rows vocab"]:
     """Divide by the temperature and put -inf in place of what min-p, top-k or top-p drops.
 
-    In vLLM's order: first min-p keeps the tokens at least `min_p` times as probable as the best. Of these, top-k
-    keeps the `top_k` best and all that equal the last of them. Of these, top-p keeps, from the
-    best down, the fewest whose probabilities reach `top_p` of what is left, and all that equal the
-    last of them: so the result does not depend on the order of tokens.
+    In vLLM's order: first min-p keeps the tokens at least `min_p` times as probable as the best.
+    Of these, top-k keeps the `top_k` best and all that equal the last of them. Of these, top-p
+    keeps, from the best down, the fewest whose probabilities reach `top_p` of what is left, and all
+    that equal the last of them: so the result does not depend on the order of tokens.
 
     Args:
         logits: float32. -inf is a banned token; it stays out.

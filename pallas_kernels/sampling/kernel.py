@@ -1,8 +1,8 @@
 """Thresholds of top-k, top-p and min-p as one Mosaic GPU kernel: a program searches a row.
 
-It looks once at the whole row, guided by a sample of it, and holds what may matter in shared memory,
-each thread the logits that it saw itself; most rows are settled by looking at these alone. What lies
-between two looks is `row_search`; here is how to look.
+It looks once at the whole row, guided by a sample of it, and holds what may matter in shared
+memory, each thread the logits that it saw itself; most rows are settled by looking at these alone.
+What lies between two looks is `row_search`; here is how to look.
 """
 
 import functools
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -31,9 +32,10 @@ SAMPLE = 256  # logits of a row that are ranked first
 MIN_VOCAB = 8192  # of smaller ones a sample says little, and XLA is fast enough
 SUMS = 1 + TRIES  # of a look: the total and from each try on
 REDUCED = SUMS + 3  # and the lowest, the highest, the most that a thread holds
+NUMBERS = 64  # at least those of a state
 SCALAR = plgpu.Layout.WG_SPLAT(())
 FIRST_RANKS = (4, SAMPLE // 16)  # of the first try, least and most
-OTHER_RANKS = tuple(SAMPLE * (2 * i + 1) // 16 for i in range(1, TRIES))
+OTHER_RANKS = tuple(SAMPLE * (2 * i + 1) // (2 * TRIES) for i in range(1, TRIES))
 _inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
@@ -225,50 +227,67 @@ def _look_at_held(static: _Static, gaze: _Gaze, size: Any, narrows: Any) -> list
     return [*seen, arith.select(narrows, new_size, size)]
 
 
-def _reduce(seen: list[Any], parts: Any, parity: Any, warps: int) -> list[Any]:
-    """Each of `seen` over the whole program. Two sets of `parts` take turns: one barrier is enough."""
-    lowest = SUMS
-    seen = [arith.negf(x) if i == lowest else x for i, x in enumerate(seen)]
+def _over_warp(values: list[Any], join: Callable[[Any, Any], Any], lane: Any) -> list[Any]:
+    """One value a lane: joined over the warp, the first of each eighth (or fourth) of the lanes has
+    one of the eight (or four) `values`.
 
-    def over_warp(values, distances):
-        for distance in distances:
-            values = [
-                (arith.addf if i < SUMS else arith.maxnumf)(x, utils.shfl_bfly(x, distance))
-                for i, x in enumerate(values)
-            ]
-        return values
+    Each step hands half of the values to the other half of the lanes: fewer than to add up each.
+    """
+    distance = WARP // 2
+    while distance:
+        if len(values) == 1:
+            [value] = values
+            values = [join(value, utils.shfl_bfly(value, distance))]
+        else:
+            is_second = arith.andi(lane, _i32(distance))
+            is_second = arith.cmpi(arith.CmpIPredicate.ne, is_second, _i32(0))
+            half, joined = len(values) // 2, []
+            for first, second in zip(values[:half], values[half:], strict=True):
+                mine = arith.select(is_second, second, first)
+                other = arith.select(is_second, first, second)
+                joined.append(join(mine, utils.shfl_bfly(other, distance)))
+            values = joined
+        distance //= 2
+    return values
 
+
+def _reduce_warp(seen: list[Any], parts: Any) -> None:
+    """Each of `seen` over the warp, into `parts`; the lowest as the highest of the negated ones."""
     thread = mgpu.thread_idx()
     lane, warp = arith.remui(thread, _i32(WARP)), arith.divui(thread, _i32(WARP))
-    first = arith.muli(parity, _i32(REDUCED))
-
-    def place(i, column):
-        return [_index(arith.addi(first, _i32(i))), _index(column)]
-
-    seen = over_warp(seen, (16, 8, 4, 2, 1))
-    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _i32(0))):
-        for i, value in enumerate(seen):
-            memref.store(value, parts, place(i, warp))
-    gpu.barrier()
-    column = arith.remui(lane, _i32(warps))
-    seen = [memref.load(parts, place(i, column)) for i in range(REDUCED)]
-    distances = [d for d in (16, 8, 4, 2, 1) if d < warps]
-    seen = over_warp(seen, distances)
-    return [arith.negf(x) if i == lowest else x for i, x in enumerate(seen)]
+    sums, (lowest, highest, size) = seen[:SUMS], seen[SUMS:]
+    most = [arith.negf(lowest), highest, size, size]
+    for values, join, first in ((sums, arith.addf, 0), (most, arith.maxnumf, SUMS)):
+        lanes = WARP // len(values)
+        [value] = _over_warp(values, join, lane)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(lane, _i32(lanes)), _i32(0))):
+            place = arith.addi(arith.divui(lane, _i32(lanes)), _i32(first))
+            memref.store(value, parts, [_index(place), _index(warp)])
 
 
-def _look(
-    static: _Static, look: Look, scale: jax.Array, row: jax.Array, parity: jax.Array, refs: Any
-) -> Seen:
+def _reduce_parts(parts: Any, warps: int) -> list[Any]:
+    """What the warps reduced, over all of them; to be run by one whole warp."""
+    column = _index(arith.remui(mgpu.thread_idx(), _i32(warps)))
+    index = ir.IndexType.get()
+    values = [memref.load(parts, [mgpu.c(i, index), column]) for i in range(REDUCED)]
+    distance = warps // 2
+    while distance:
+        values = [
+            (arith.addf if i < SUMS else arith.maxnumf)(x, utils.shfl_bfly(x, distance))
+            for i, x in enumerate(values)
+        ]
+        distance //= 2
+    return [arith.negf(x) if i == SUMS else x for i, x in enumerate(values)]
+
+
+def _look(static: _Static, look: Look, scale: jax.Array, row: jax.Array, refs: Any) -> None:
+    """Look, and leave in `parts` what each warp saw."""
     room = static.tiles.held * static.threads
 
-    @_inline(
-        arg_types=((plgpu.RefType(),) * 4, (SCALAR,) * (11 + TRIES)),
-        return_type=[_of_type(jnp.float32)] * REDUCED,
-    )
+    @_inline(arg_types=((plgpu.RefType(),) * 4, (SCALAR,) * (10 + TRIES)))
     def looked(_, refs, numbers):
         logits, held, sizes, parts = refs
-        row, parity, at_all, at_held, narrows, by_mass, *rest = (_register(x) for x in numbers)
+        row, at_all, at_held, narrows, by_mass, *rest = (_register(x) for x in numbers)
         low, high, hold_from, reference, scale, *tries = rest
         thread = mgpu.thread_idx()
         gaze = _Gaze(low, high, hold_from, reference, scale, tries, by_mass, held, thread, room)
@@ -290,14 +309,71 @@ def _look(
             at_all, look_at_all, lambda: _either(at_held, look_at_held, look_at_row)
         )
         memref.store(size, sizes, [_index(thread)])
-        seen.append(arith.sitofp(ir.F32Type.get(), size))
-        return [_scalar(x) for x in _reduce(seen, parts, parity, static.threads // WARP)]
+        _reduce_warp([*seen, arith.sitofp(ir.F32Type.get(), size)], parts)
 
-    numbers = (look.low, look.high, look.hold_from, look.reference, scale, *look.tries)
     flags = (look.at_all, look.at_held, look.narrows, look.by_mass)
-    total, *seen = looked(refs, (row, parity, *flags, *numbers))
+    numbers = (look.low, look.high, look.hold_from, look.reference, scale, *look.tries)
+    looked(refs, (row, *flags, *numbers))
+
+
+def _seen(static: _Static, parts: Any) -> Seen:
+    """What the whole program saw; to be run by one whole warp."""
+
+    @_inline(arg_types=(plgpu.RefType(),), return_type=[_of_type(jnp.float32)] * REDUCED)
+    def reduced(_, parts):
+        return [_scalar(x) for x in _reduce_parts(parts, static.threads // WARP)]
+
+    total, *seen = reduced(parts)
     *amounts, lowest, highest, most = seen
-    return Seen(total, tuple(amounts), lowest, highest, most > room)
+    return Seen(total, tuple(amounts), lowest, highest, most > static.tiles.held * static.threads)
+
+
+# --- numbers that all threads share --------------------------------------------------------------
+
+
+def _load(ref: Any, like: Any) -> Any:
+    """A tree of numbers from shared memory."""
+    leaves, tree = jax.tree.flatten(like)
+
+    @_inline(arg_types=(plgpu.RefType(),), return_type=[_of_type(jnp.float32)] * len(leaves))
+    def load(_, ref):
+        index = ir.IndexType.get()
+        return [_scalar(memref.load(ref, [mgpu.c(i, index)])) for i in range(len(leaves))]
+
+    loaded = zip(load(ref), leaves, strict=True)
+    return tree.unflatten([x > 0 if leaf.dtype == jnp.bool_ else x for x, leaf in loaded])
+
+
+def _store(ref: Any, numbers: Any) -> None:
+    """A tree of numbers into shared memory, by the first thread."""
+    leaves = [
+        jnp.where(leaf, 1.0, 0.0) if leaf.dtype == jnp.bool_ else leaf
+        for leaf in jax.tree.leaves(numbers)
+    ]
+
+    @_inline(arg_types=(plgpu.RefType(), (SCALAR,) * len(leaves)))
+    def store(_, ref, leaves):
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, mgpu.thread_idx(), _i32(0))):
+            for i, leaf in enumerate(leaves):
+                memref.store(_register(leaf), ref, [mgpu.c(i, ir.IndexType.get())])
+
+    store(ref, tuple(leaves))
+
+
+def _is_first_warp() -> jax.Array:
+    @_inline(return_type=_of_type(jnp.bool_))
+    def is_first(_):
+        return _scalar(arith.cmpi(arith.CmpIPredicate.ult, mgpu.thread_idx(), _i32(WARP)))
+
+    return is_first()
+
+
+def _wait_for_all() -> None:
+    @_inline()
+    def wait(_):
+        gpu.barrier()
+
+    wait()
 
 
 # --- the sample ----------------------------------------------------------------------------------
@@ -388,26 +464,32 @@ def _load_asked(asked: Any, row: jax.Array) -> tuple[Asked, jax.Array]:
     return Asked(*numbers), first_rank
 
 
-def _store(value: jax.Array, out: Any, row: jax.Array) -> None:
-    @_inline(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
-    def store(_, out, value, row):
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, mgpu.thread_idx(), _i32(0))):
-            memref.store(_register(value), out, [_index(_register(row))])
-
-    store(out, value, row)
-
-
 def _find_threshold(static: _Static, refs: tuple[Any, ...]) -> None:
-    logits, asked_ref, out, held, sizes, parts, values, ranks, chosen = refs
+    logits, asked_ref, out, held, sizes, parts, values, ranks, chosen, numbers = refs
     row = lax.axis_index("row")
     asked, first_rank = _load_asked(asked_ref, row)
     needed = row_search.filters(asked)
     tries, best = _sample(static, row, needed, first_rank, (logits, values, ranks, chosen))
+    begun = (asked, row_search.begin(asked, tuple(tries), best))
+    _store(numbers, begun)
 
-    def look(look: Look, num_looks: Int32[Array, ""]) -> Seen:
-        return _look(static, look, asked.scale, row, num_looks % 2, (logits, held, sizes, parts))
+    def look(_: Any) -> jax.Array:
+        asked, state = _load(numbers, begun)
+        _look(static, state.look, asked.scale, row, (logits, held, sizes, parts))
+        _wait_for_all()
 
-    _store(row_search.find_threshold(asked, tuple(tries), best, look), out, row)
+        @pl.when(_is_first_warp())
+        def _():
+            # by one warp: what all compute takes 32 times as long
+            _store(numbers, (asked, row_search.conclude(asked, state, _seen(static, parts))))
+
+        _wait_for_all()
+        return _load(numbers, begun)[1].is_done
+
+    _wait_for_all()
+    lax.while_loop(lambda is_done: ~is_done, look, ~needed)
+    asked, state = _load(numbers, begun)
+    _store(out.at[pl.ds(row, 1)], row_search.threshold(asked, state.look.low))
 
 
 def find_thresholds_kernel(
@@ -439,10 +521,11 @@ def find_thresholds_kernel(
         scratch_types=[
             plgpu.SMEM((tiles.held * threads,), jnp.float32),
             plgpu.SMEM((threads,), jnp.int32),
-            plgpu.SMEM((2 * REDUCED, WARP), jnp.float32),
+            plgpu.SMEM((REDUCED + 1, WARP), jnp.float32),
             plgpu.SMEM((SAMPLE,), jnp.float32),
             plgpu.SMEM((2, threads), jnp.float32),
             plgpu.SMEM((TRIES + 1,), jnp.float32),
+            plgpu.SMEM((NUMBERS,), jnp.float32),
         ],
         grid=(rows,),
         grid_names=("row",),

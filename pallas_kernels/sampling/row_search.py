@@ -3,14 +3,13 @@
 What is done between two looks: arithmetic on single numbers, the same in the kernel and elsewhere.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-TRIES = 8  # thresholds of a look
+TRIES = 7  # thresholds of a look
 LOWEST = -3.4028234663852886e38  # the lowest finite float: a banned token lies below it
 MAX_EXPONENT = 100.0  # of a mass, so that no sum of masses is infinite
 _TOO_HIGH = 64.0  # the best token lies this far over the reference: look again
@@ -54,34 +53,30 @@ class Seen(NamedTuple):
     overflows: Bool[Array, ""]  # more is to be held than there is room for
 
 
-class _State(NamedTuple):
-    look: Look
+class State(NamedTuple):
+    look: Look  # the next
     over: Number  # the weight above `look.high`
     wanted: Number
     best: Number
+    floor: Number  # min-p keeps nothing below
     held_low: Number  # every logit between these two is held
     held_high: Number
-    num_looks: Int32[Array, ""]
+    num_looks: Number
     is_fresh: Bool[Array, ""]  # the mass of which top-p is a share is not yet summed
     is_done: Bool[Array, ""]
 
 
-def find_threshold(
-    asked: Asked,
-    sampled: tuple[Number, ...],
-    reference: Number,
-    look: Callable[[Look, Int32[Array, ""]], Seen],
-) -> Number:
-    """The least logit that the row keeps, or -inf if it filters nothing.
+def begin(asked: Asked, sampled: tuple[Number, ...], reference: Number) -> State:
+    """Before the first look, which is at everything.
 
     Args:
         sampled: first tries, from a sample of the row; any finite values do. The part of the row
             from the first on is held.
         reference: a logit near the best.
-        look: how to look; it is told how many looks there were before.
     """
     counts = asked.top_k > 0
-    first = Look(
+    zero = jnp.float32(0)
+    look = Look(
         low=jnp.float32(LOWEST),
         high=jnp.float32(jnp.inf),
         hold_from=sampled[0],
@@ -92,24 +87,23 @@ def find_threshold(
         at_held=jnp.bool_(False),
         narrows=jnp.bool_(False),
     )
-    zero = jnp.float32(0)
-    state = _State(
-        look=first,
+    return State(
+        look=look,
         over=zero,
         wanted=asked.top_k,
         best=zero,
+        floor=jnp.float32(LOWEST),
         held_low=zero,
         held_high=zero,
-        num_looks=jnp.int32(0),
+        num_looks=zero,
         is_fresh=~counts,
         is_done=~filters(asked),
     )
 
-    def step(state: _State) -> _State:
-        return _conclude(asked, state, look(state.look, state.num_looks))
 
-    state = lax.while_loop(lambda state: ~state.is_done, step, state)
-    return jnp.where(filters(asked), state.look.low, -jnp.inf)
+def threshold(asked: Asked, low: Number) -> Number:
+    """The least logit that the row keeps, given `look.low` at the end; -inf if it keeps all."""
+    return jnp.where(filters(asked), low, -jnp.inf)
 
 
 def filters(asked: Asked) -> Bool[Array, ""]:
@@ -117,11 +111,14 @@ def filters(asked: Asked) -> Bool[Array, ""]:
     return (asked.top_k > 0) | (asked.top_p < 1) | (asked.min_p > 0)
 
 
-def _conclude(asked: Asked, state: _State, seen: Seen) -> _State:
+def conclude(asked: Asked, state: State, seen: Seen) -> State:
     """From one look to the next."""
     look = state.look
-    best = jnp.where(look.at_all, seen.highest, state.best)
-    floor = jnp.where(asked.min_p > 0, _floor(asked, best), LOWEST)
+    best, floor = lax.cond(
+        look.at_all,
+        lambda: (seen.highest, _floor(asked, seen.highest)),
+        lambda: (state.best, state.floor),
+    )
     repeats = look.at_all & look.by_mass & ((best - look.reference) * asked.scale > _TOO_HIGH)
     # top-p is a share of what min-p leaves: unknown before the best token is known
     restarts = look.at_all & look.by_mass & (asked.min_p > 0) & ~repeats
@@ -136,26 +133,28 @@ def _conclude(asked: Asked, state: _State, seen: Seen) -> _State:
     low = jnp.where(settled & ~look.by_mass, jnp.maximum(low, floor), low)
     high = jnp.where(repeats, look.high, jnp.where(begins, best, high))
     held_low, held_high = _held(state, seen)
-    held = (low >= held_low) & (high <= held_high) & ~repeats
     by_mass = look.by_mass | turns
-    tries = _tries_between(low, high)
-    return _State(
-        look=Look(
-            low=low,
-            high=high,
-            hold_from=jnp.where(repeats, look.hold_from, low),
-            reference=jnp.where(repeats | begins, best, look.reference),
-            tries=tuple(
-                jnp.where(repeats, old, new) for old, new in zip(look.tries, tries, strict=True)
-            ),
-            by_mass=by_mass,
-            at_all=repeats,
-            at_held=held,
-            narrows=by_mass | (asked.top_p >= 1),
-        ),
+    tries = tuple(
+        jnp.where(repeats, old, new)
+        for old, new in zip(look.tries, _tries_between(low, high), strict=True)
+    )
+    following = Look(
+        low=low,
+        high=high,
+        hold_from=jnp.where(repeats, look.hold_from, low),
+        reference=jnp.where(repeats | begins, best, look.reference),
+        tries=tries,
+        by_mass=by_mass,
+        at_all=repeats,
+        at_held=(low >= held_low) & (high <= held_high) & ~repeats,
+        narrows=by_mass | (asked.top_p >= 1),
+    )
+    return State(
+        look=following,
         over=jnp.where(repeats | begins, 0.0, over),
         wanted=wanted,
         best=best,
+        floor=floor,
         held_low=held_low,
         held_high=held_high,
         num_looks=state.num_looks + 1,
@@ -164,22 +163,26 @@ def _conclude(asked: Asked, state: _State, seen: Seen) -> _State:
     )
 
 
-def _narrowed(asked: Asked, state: _State, seen: Seen) -> tuple[Number, Number, Number, Number]:
+def _narrowed(asked: Asked, state: State, seen: Seen) -> tuple[Number, Number, Number, Number]:
     """low, high, over and wanted after a look."""
     look = state.look
     wanted = jnp.where(state.is_fresh, asked.top_p * seen.total, state.wanted)
-    low, high, over = look.low, look.high, state.over
+    low, over = look.low, state.over
+    lacking, lacks = jnp.float32(jnp.inf), jnp.bool_(False)  # the lowest try that keeps too little
     for one, amount in zip(look.tries, seen.amounts, strict=True):
         all_from = state.over + amount
         enough = all_from >= wanted
         low = jnp.where(enough, jnp.maximum(low, one), low)
-        high = jnp.where(enough, high, jnp.minimum(high, _value_of(_key_of(one) - 1)))
+        lacking = jnp.where(enough, lacking, jnp.minimum(lacking, one))
         over = jnp.where(enough, over, jnp.maximum(over, all_from))
+        lacks |= ~enough
+    high = jnp.minimum(look.high, _value_of(_key_of(lacking) - 1))
+    high = jnp.where(lacks, high, look.high)
     # ending at logits that exist, ties are settled at once
     return jnp.maximum(low, seen.lowest), jnp.minimum(high, seen.highest), over, wanted
 
 
-def _held(state: _State, seen: Seen) -> tuple[Number, Number]:
+def _held(state: State, seen: Seen) -> tuple[Number, Number]:
     """Between which two all logits are held after a look; nowhere if the first is the higher."""
     look = state.look
     low = jnp.where(seen.overflows, jnp.inf, look.hold_from)
@@ -200,16 +203,19 @@ def _floor(asked: Asked, best: Number) -> Number:
         key = jnp.where(is_kept(_value_of(key - 1)), key - 1, key)
     for _ in range(2):
         key = jnp.where(is_kept(_value_of(key)), key, key + 1)
-    return jnp.clip(_value_of(key), LOWEST, jnp.maximum(best, LOWEST))
+    floor = jnp.clip(_value_of(key), LOWEST, jnp.maximum(best, LOWEST))
+    return jnp.where(asked.min_p > 0, floor, LOWEST)
 
 
 def _tries_between(low: Number, high: Number) -> tuple[Number, ...]:
     """Even ones, and the middle in the order of all floats, which bounds the number of looks."""
-    even = [_key_of(low + (high - low) * (i / TRIES)) for i in range(1, TRIES)]
     low_key, high_key = _key_of(low), _key_of(high)
-    middle = (low_key >> 1) + (high_key >> 1)  # the sum of two keys may not fit 31 bits
-    first = jnp.minimum(low_key + 1, high_key)
-    return tuple(_value_of(jnp.minimum(jnp.maximum(k, first), high_key)) for k in [*even, middle])
+    middle = _value_of((low_key >> 1) + (high_key >> 1))  # the sum of two may not fit 31 bits
+    first = _value_of(jnp.minimum(low_key + 1, high_key))
+    even = [low + (high - low) * (i / TRIES) for i in range(1, TRIES)]
+    # between two that are infinite the even ones are NaN, which no comparison takes for larger
+    over_low = [jnp.where(one > first, one, first) for one in [*even, middle]]
+    return tuple(jnp.where(one < high, one, high) for one in over_low)
 
 
 def _key_of(value: Number) -> Int32[Array, ""]:
