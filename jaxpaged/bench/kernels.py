@@ -60,7 +60,9 @@ def check(op: str, cases: int) -> list[dict[str, Any]]:
     """One line a shape: how many cases, the worst, whether all passed."""
     if op in ATTENTION:
         return attention_check.check(ATTENTION[op], cases)
-    return sampler_ops.check() if op == "sampler" else small_ops.check(op, cases)
+    if op == "sampler":
+        return [line for shape in sampler_ops.CHECKED for line in sampler_ops.check(*shape)]
+    return small_ops.check(op, cases)
 
 
 def _time(op: str, args: argparse.Namespace, report: Report) -> None:

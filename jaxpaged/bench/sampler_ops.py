@@ -21,32 +21,33 @@ from jaxpaged.layers.sampling import pick, pick_greedy, score
 from pallas_kernels.sampling import filter_logits, rank_of, top_n_logprobs
 
 VOCAB = 128_256
-CHECKED_ROWS, TIMED_ROWS = 16, 256  # 240 rows go through the filters
+CHECKED = ((16, VOCAB), (1, 151_936), (64, 50_257))  # rows, vocabulary
+TIMED_ROWS = (256, 64, 1)
 CHECKED_KINDS = ("mixed", "top_k", "top_p", "min_p", "off")
 REPEATS = 20  # in one jitted loop
 ROUNDING = 1e-5
 
 
-def check(rows: int = CHECKED_ROWS, vocab: int = VOCAB) -> list[dict[str, Any]]:
+def check(rows: int, vocab: int) -> list[dict[str, Any]]:
     """Rows whose kept tokens, best 20 or rank are wrong; every row is a case."""
-    results = []
+    results, shape = [], f"{rows} x {vocab}"
     for logits_kind in ("flat", "peaked", "ties"):
         logits = _logits_of(logits_kind, rows, vocab)
         host = np.asarray(logits)
         for kind in CHECKED_KINDS:
             args = _parameters(kind, rows)
-            kept = np.asarray(jax.jit(filter_logits)(logits, *args)) > -np.inf
+            kept = np.asarray(jax.jit(filter_logits)(logits, jnp.ones(rows), *args)) > -np.inf
             values = [np.asarray(a) for a in args]
             wrong = sum(
                 not _row_is_right(host[row], kept[row], *(v[row].item() for v in values))
                 for row in range(rows)
             )
-            results.append(_verdict(f"filter {logits_kind} {kind}", rows, wrong))
+            results.append(_verdict(f"filter {shape} {logits_kind} {kind}", rows, wrong))
         ids, _ = jax.jit(top_n_logprobs)(logits)
         want = np.argsort(-host, axis=1, kind="stable")[:, :20]
         ranks = np.asarray(jax.jit(rank_of)(logits, ids[:, 19]))
         bad = (np.asarray(ids) != want).any(axis=1) | (ranks != 20)
-        results.append(_verdict(f"best 20 {logits_kind}", rows, int(bad.sum())))
+        results.append(_verdict(f"best 20 {shape} {logits_kind}", rows, int(bad.sum())))
     return results
 
 
@@ -54,15 +55,17 @@ def time_ops(ceilings: Ceilings | None) -> list[dict[str, Any]]:
     """Milliseconds of one call inside a jitted loop, beside reading the logits once."""
     lines = []
     for logits_kind in ("flat", "peaked"):
-        logits = _logits_of(logits_kind, TIMED_ROWS, VOCAB)
-        for name, body in _bodies():
+        most = _logits_of(logits_kind, TIMED_ROWS[0], VOCAB)
+        for rows, name, body in _bodies():
+            logits = most[:rows]
             ms = _milliseconds(body, logits, REPEATS)
-            line: dict[str, Any] = {"op": name, "logits": logits_kind, "ms": round(ms, 4)}
+            line: dict[str, Any] = {"op": name, "rows": rows, "logits": logits_kind}
+            line["ms"] = round(ms, 4)
             if ceilings is not None:
                 floor = 1e3 * logits.nbytes / ceilings.bytes_per_s
                 line |= {"TB/s": round(logits.nbytes / ms / 1e9, 3), "roofline_ms": round(floor, 4)}
                 line["of_roofline"] = round(floor / ms, 3)
-            if name == "sample mixed":
+            if (name, rows) == ("sample mixed", 256):
                 line |= SAMPLER_MS.columns()
             lines.append(line)
     return lines
@@ -72,14 +75,17 @@ def _verdict(shape: str, cases: int, wrong: int) -> dict[str, Any]:
     return {"op": "sampler", "cases": cases, "wrong": wrong, "passed": not wrong, "shape": shape}
 
 
-def _bodies() -> Iterator[tuple[str, Callable[[jax.Array], jax.Array]]]:
-    """Each takes logits and gives a float32 a row."""
-    ids = jnp.arange(TIMED_ROWS, dtype=jnp.int32)
-    yield "read once (max)", lambda x: jnp.max(x, axis=1)
-    yield "sample greedy", lambda x: pick_greedy(x).astype(jnp.float32)
+def _bodies() -> Iterator[tuple[int, str, Callable[[jax.Array], jax.Array]]]:
+    """Rows, a name, and what takes logits and gives a float32 a row."""
+    most, *fewer = TIMED_ROWS
+    ids = jnp.arange(most, dtype=jnp.int32)
+    yield most, "read once (max)", lambda x: jnp.max(x, axis=1)
+    yield most, "sample greedy", lambda x: pick_greedy(x).astype(jnp.float32)
     for kind in CHECKED_KINDS:
-        yield f"sample {kind}", functools.partial(_pick, kind=kind)
-    yield "logprobs, best 20, rank", lambda x: score(x, ids).top_logprobs[:, 0]
+        yield most, f"sample {kind}", functools.partial(_pick, kind=kind)
+    yield most, "logprobs, best 20, rank", lambda x: score(x, ids).top_logprobs[:, 0]
+    for rows in fewer:
+        yield rows, "sample mixed", functools.partial(_pick, kind="mixed")
 
 
 def _pick(logits: jax.Array, kind: str) -> jax.Array:
@@ -143,13 +149,12 @@ def _milliseconds(body, logits: jax.Array, repeats: int) -> float:
 
     @jax.jit
     def loop(logits):
-        def turn(_, carry):
-            logits, total = carry
-            result = body(logits)
-            # one element changes, so that no turn can be moved out of the loop
-            return logits.at[0, 0].add(result[0] * 0), total + result
+        def turn(_, total):
+            # behind a barrier, so that no turn can be moved out of the loop
+            same, total = lax.optimization_barrier((logits, total))
+            return total + body(same)
 
-        return lax.fori_loop(0, repeats, turn, (logits, jnp.zeros(logits.shape[0])))[1]
+        return lax.fori_loop(0, repeats, turn, jnp.zeros(logits.shape[0]))
 
     jax.block_until_ready(loop(logits))
     times = []

@@ -34,7 +34,7 @@ SUMS = 1 + TRIES  # of a look: the total and from each try on
 REDUCED = SUMS + 3  # and the lowest, the highest, the most that a thread holds
 NUMBERS = 64  # at least those of a state
 SCALAR = plgpu.Layout.WG_SPLAT(())
-FIRST_RANKS = (4, SAMPLE // 16)  # of the first try, least and most
+FIRST_RANKS = (4, SAMPLE // 16, SAMPLE // 6)  # of the first try: least, without top-k, most
 OTHER_RANKS = tuple(SAMPLE * (2 * i + 1) // (2 * TRIES) for i in range(1, TRIES))
 _inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
@@ -147,27 +147,38 @@ class _Gaze:
         lowest = arith.minnumf(lowest, arith.select(inside, x, _f32(math.inf)))
         highest = arith.maxnumf(highest, arith.select(inside, x, _f32(-math.inf)))
         holds = arith.andi(arith.andi(inside, holds), _is("OGE", x, self.hold_from))
-        return [
-            *self._summed(x, sums, inside),
-            lowest,
-            highest,
-            self._held(x, size, holds, threads),
-        ]
+        weight = arith.select(self.by_mass, self._mass(x), _f32(1))
+        sums = self._summed(x, sums, arith.select(inside, weight, _f32(0)))
+        return [*sums, lowest, highest, self._held(x, size, holds, threads)]
 
-    def at_any(self, x: Any, seen: list[Any], threads: int) -> list[Any]:
-        """The same for a look at everything, which needs less."""
+    def at_mass(self, x: Any, seen: list[Any], threads: int) -> list[Any]:
+        """The same for a look at everything by mass, which needs less."""
         *sums, lowest, highest, size = seen
-        inside = _is("OGE", x, _f32(LOWEST))
         size = self._held(x, size, _is("OGE", x, self.hold_from), threads)
-        return [*self._summed(x, sums, inside), lowest, arith.maxnumf(highest, x), size]
+        x = arith.maxnumf(x, _f32(LOWEST))  # what is banned or NaN has no mass
+        sums = self._summed(x, sums, self._mass(x))
+        return [*sums, lowest, arith.maxnumf(highest, x), size]
 
-    def _summed(self, x: Any, sums: list[Any], inside: Any) -> list[Any]:
+    def at_count(self, x: Any, seen: list[Any], threads: int) -> list[Any]:
+        """The same for a look at everything that counts, with one try: what it keeps is held."""
+        total, *sums, lowest, highest, size = seen
+        size = self._held(x, size, _is("OGE", x, self.hold_from), threads)
+        total = arith.addf(total, _set("ge", x, _f32(LOWEST)))
+        return [total, *sums, lowest, arith.maxnumf(highest, x), size]
+
+    def counted(self, seen: list[Any], threads: int) -> list[Any]:
+        """What `at_count` has left to do at the end."""
+        total, *_, lowest, highest, size = seen
+        held = arith.sitofp(ir.F32Type.get(), arith.divui(size, _i32(threads)))
+        return [total, *[held] * TRIES, lowest, highest, size]
+
+    def _mass(self, x: Any) -> Any:
         power = arith.mulf(arith.subf(x, self.reference), self.scale)
         power = arith.minnumf(power, _f32(MAX_EXPONENT))
         text = "ex2.approx.ftz.f32 $0, $1;"
-        mass = llvm.inline_asm(ir.F32Type.get(), [power], text, "=f,f")
-        weight = arith.select(self.by_mass, mass, _f32(1))
-        weight = arith.select(inside, weight, _f32(0))
+        return llvm.inline_asm(ir.F32Type.get(), [power], text, "=f,f")
+
+    def _summed(self, x: Any, sums: list[Any], weight: Any) -> list[Any]:
         return [arith.addf(sums[0], weight)] + [
             llvm.intr_fma(_set("ge", x, one), weight, total)
             for one, total in zip(self.tries, sums[1:], strict=True)
@@ -302,8 +313,16 @@ def _look(static: _Static, look: Look, scale: jax.Array, row: jax.Array, refs: A
             return _look_at_row(static, gaze, logits, _index(row), at)
 
         def look_at_all():
-            at = functools.partial(gaze.at_any, threads=static.threads)
-            return _look_at_row(static, gaze, logits, _index(row), at)
+            def by_mass():
+                at = functools.partial(gaze.at_mass, threads=static.threads)
+                return _look_at_row(static, gaze, logits, _index(row), at)
+
+            def count():
+                at = functools.partial(gaze.at_count, threads=static.threads)
+                seen = _look_at_row(static, gaze, logits, _index(row), at)
+                return gaze.counted(seen, static.threads)
+
+            return _either(gaze.by_mass, by_mass, count)
 
         *seen, size = _either(
             at_all, look_at_all, lambda: _either(at_held, look_at_held, look_at_row)
@@ -505,9 +524,9 @@ def find_thresholds_kernel(
     static = _Static(vocab, tiles)
     top_k = jnp.where(top_k < vocab, top_k, 0).astype(jnp.float32)
     # of the first try on there should be twice as many tokens as top-k wants, and a few
-    least, most = FIRST_RANKS
-    first_rank = jnp.where(top_k > 0, jnp.ceil(top_k * (2 * SAMPLE / vocab)) + least, most)
-    first_rank = jnp.minimum(first_rank, most)
+    least, usual, most = FIRST_RANKS
+    of_top_k = jnp.minimum(jnp.ceil(top_k * (2 * SAMPLE / vocab)) + least, most)
+    first_rank = jnp.where(top_k > 0, of_top_k, usual)
     scale = math.log2(math.e) / temperature
     asked = (scale, top_k, top_p, min_p, temperature * jnp.log(min_p), first_rank)
 

@@ -69,6 +69,8 @@ class State(NamedTuple):
 def begin(asked: Asked, sampled: tuple[Number, ...], reference: Number) -> State:
     """Before the first look, which is at everything.
 
+    That look has all tries in one if it counts: what top-k keeps should be held after it.
+
     Args:
         sampled: first tries, from a sample of the row; any finite values do. The part of the row
             from the first on is held.
@@ -81,8 +83,8 @@ def begin(asked: Asked, sampled: tuple[Number, ...], reference: Number) -> State
         high=jnp.float32(jnp.inf),
         hold_from=sampled[0],
         reference=reference,
-        tries=sampled,
-        by_mass=~counts,
+        tries=tuple(jnp.where(counts, sampled[0], one) for one in sampled),
+        by_mass=~counts & (asked.top_p < 1),
         at_all=jnp.bool_(True),
         at_held=jnp.bool_(False),
         narrows=jnp.bool_(False),
@@ -121,7 +123,7 @@ def conclude(asked: Asked, state: State, seen: Seen) -> State:
     )
     repeats = look.at_all & look.by_mass & ((best - look.reference) * asked.scale > _TOO_HIGH)
     # top-p is a share of what min-p leaves: unknown before the best token is known
-    restarts = look.at_all & look.by_mass & (asked.min_p > 0) & ~repeats
+    restarts = look.at_all & (asked.top_k == 0) & (asked.min_p > 0) & ~repeats
     low, high, over, wanted = _narrowed(asked, state, seen)
     few = state.over + seen.total < wanted  # fewer tokens than top-k asks for
     settled = ~repeats & ~restarts & ((low >= high) | few)
