@@ -21,7 +21,7 @@ from jaxpaged.layers.sampling import pick, pick_greedy, score
 from pallas_kernels.sampling import filter_logits, rank_of, top_n_logprobs
 
 VOCAB = 128_256
-CHECKED = ((16, VOCAB), (1, 151_936), (64, 50_257))  # rows, vocabulary
+CHECKED = ((16, VOCAB), (1, 151_936), (8, 50_257))  # rows, vocabulary
 TIMED_ROWS = (256, 64, 1)
 CHECKED_KINDS = ("mixed", "top_k", "top_p", "min_p", "off")
 REPEATS = 20  # in one jitted loop

@@ -124,9 +124,8 @@ def conclude(asked: Asked, state: State, seen: Seen) -> State:
     repeats = look.at_all & look.by_mass & ((best - look.reference) * asked.scale > _TOO_HIGH)
     # top-p is a share of what min-p leaves: unknown before the best token is known
     restarts = look.at_all & (asked.top_k == 0) & (asked.min_p > 0) & ~repeats
-    low, high, over, wanted = _narrowed(asked, state, seen)
-    few = state.over + seen.total < wanted  # fewer tokens than top-k asks for
-    settled = ~repeats & ~restarts & ((low >= high) | few)
+    low, high, over, wanted, is_narrow = _narrowed(asked, state, seen)
+    settled = ~repeats & ~restarts & is_narrow
     turns = settled & ~look.by_mass & (asked.top_p < 1)  # from counting to summing
     ends = (settled & ~turns) | (restarts & (asked.top_p >= 1))
 
@@ -165,23 +164,30 @@ def conclude(asked: Asked, state: State, seen: Seen) -> State:
     )
 
 
-def _narrowed(asked: Asked, state: State, seen: Seen) -> tuple[Number, Number, Number, Number]:
-    """low, high, over and wanted after a look."""
+def _narrowed(
+    asked: Asked, state: State, seen: Seen
+) -> tuple[Number, Number, Number, Number, Bool[Array, ""]]:
+    """low, high, over and wanted after a look, and whether no other threshold is left than low."""
     look = state.look
+    everything = state.over + seen.total
     wanted = jnp.where(state.is_fresh, asked.top_p * seen.total, state.wanted)
-    low, over = look.low, state.over
+    low, over, from_low = look.low, state.over, everything
     lacking, lacks = jnp.float32(jnp.inf), jnp.bool_(False)  # the lowest try that keeps too little
     for one, amount in zip(look.tries, seen.amounts, strict=True):
         all_from = state.over + amount
         enough = all_from >= wanted
         low = jnp.where(enough, jnp.maximum(low, one), low)
+        from_low = jnp.where(enough, jnp.minimum(from_low, all_from), from_low)
         lacking = jnp.where(enough, lacking, jnp.minimum(lacking, one))
         over = jnp.where(enough, over, jnp.maximum(over, all_from))
         lacks |= ~enough
     high = jnp.minimum(look.high, _value_of(_key_of(lacking) - 1))
     high = jnp.where(lacks, high, look.high)
     # ending at logits that exist, ties are settled at once
-    return jnp.maximum(low, seen.lowest), jnp.minimum(high, seen.highest), over, wanted
+    low, high = jnp.maximum(low, seen.lowest), jnp.minimum(high, seen.highest)
+    few = everything < wanted  # fewer tokens than top-k asks for
+    is_one = ~look.by_mass & (from_low - over <= 1)  # token
+    return low, high, over, wanted, (low >= high) | few | is_one
 
 
 def _held(state: State, seen: Seen) -> tuple[Number, Number]:

@@ -32,10 +32,11 @@ def look_at(row, held, num_looks, look, scale, room):
     stays = look.at_held & ~look.narrows
     held[...] = jnp.where(stays, held[...], jnp.where(hold & ~overflows, x, -jnp.inf))
     num_looks[...] += jnp.where(look.at_held, jnp.array([0, 1]), jnp.array([1, 0]))
+    lowest = jnp.min(jnp.where(inside, x, jnp.inf))
     return Seen(
         total=jnp.sum(weight),
         amounts=tuple(jnp.sum(jnp.where(x >= one, weight, 0)) for one in look.tries),
-        lowest=jnp.min(jnp.where(inside, x, jnp.inf)),
+        lowest=jnp.where(look.at_all, LOWEST, lowest),
         highest=jnp.max(jnp.where(inside, x, -jnp.inf)),
         overflows=overflows,
     )
