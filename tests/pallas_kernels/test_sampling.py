@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import tuning
 from pallas_kernels.checks import KernelArgumentError
 from pallas_kernels.sampling import filter_logits, rank_of, top_n_logprobs
+from pallas_kernels.sampling.kernel import find_thresholds_kernel
+from tests.support.cuda_target import KERNEL, lower_for_hopper, struct
 
 SMALL, LARGE = 130, 128 * 66 + 7  # below and above what is looked through block by block
 ROWS = 4
@@ -165,6 +170,28 @@ def test_logits_that_are_not_numbers_do_not_hang_or_touch_other_rows():
 
 def filters(rows):
     return np.full(rows, 40, np.int32), np.full(rows, 0.9, np.float32), np.zeros(rows, np.float32)
+
+
+@pytest.mark.parametrize("vocab", [128_256, 50_257, 8192])
+def test_on_hopper_one_kernel_filters_and_the_host_decides_nothing(vocab):
+    rows = [struct(2, dtype=dtype) for dtype in ("float32", "int32", "float32", "float32")]
+    text = lower_for_hopper(filter_logits, struct(2, vocab, dtype="float32"), *rows)
+    assert text.count(KERNEL) == 1
+    assert "stablehlo.while" not in text
+
+
+@pytest.mark.parametrize("warpgroups", [2, 4, 8])
+def test_the_search_lowers_for_cuda_with_other_tiles(warpgroups):
+    tiles = tuning.SearchTiles(warpgroups, loads=2, held=32)
+    rows = [struct(3, dtype=dtype) for dtype in ("float32", "int32", "float32", "float32")]
+    kernel = partial(find_thresholds_kernel, tiles=tiles)
+    assert KERNEL in lower_for_hopper(kernel, struct(3, 32_002, dtype="float32"), *rows)
+
+
+def test_on_hopper_a_small_vocabulary_is_filtered_by_xla():
+    rows = [struct(2, dtype=dtype) for dtype in ("float32", "int32", "float32", "float32")]
+    text = lower_for_hopper(filter_logits, struct(2, 8191, dtype="float32"), *rows)
+    assert KERNEL not in text
 
 
 @pytest.mark.parametrize("vocab", [SMALL, LARGE])
