@@ -101,6 +101,7 @@ def mixed_tiles(head_dim: int, *, tokens: int, seqs: int) -> MixedTiles:
 
 
 SEARCH = SearchTiles(warpgroups=8, loads=4, held=48)
+SEARCHES_BY_KERNEL = True  # else XLA searches on Hopper as well
 
 
 @cache

@@ -80,7 +80,7 @@ def filter_logits(
         # the kernel needs Mosaic GPU, which not every jaxlib carries
         from pallas_kernels import tuning
 
-        if tuning.hopper_available():
+        if tuning.SEARCHES_BY_KERNEL and tuning.hopper_available():
             from pallas_kernels.sampling import kernel
 
             if kernel.supports(logits.shape[1]):

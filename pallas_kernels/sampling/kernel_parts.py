@@ -93,14 +93,14 @@ def repeat(bound: Any, step: Any, carry: list[Any]) -> list[Any]:
     def loop(i, carry):
         return step(i, carry)
 
-    return loop.results
+    return list(loop.results)
 
 
 def either(
     condition: Any, yes: Callable[[], list[Any]], no: Callable[[], list[Any]], types: list[Any]
 ) -> list[Any]:
     """What `yes` or `no` gives, values of `types`; only that one is run."""
-    branch = scf.IfOp(condition, types, has_else=True)
+    branch: Any = scf.IfOp(condition, types, has_else=True)
     for block, make in ((branch.then_block, yes), (branch.else_block, no)):
         with ir.InsertionPoint(block):
             scf.yield_(make())

@@ -65,7 +65,7 @@ def sample(row, rng, ranks):
     return some[list(ranks)], some[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32 - 1),

@@ -188,9 +188,11 @@ def test_the_search_lowers_for_cuda_with_other_tiles(warpgroups):
     assert KERNEL in lower_for_hopper(kernel, struct(3, 32_002, dtype="float32"), *rows)
 
 
-def test_on_hopper_a_small_vocabulary_is_filtered_by_xla():
+@pytest.mark.parametrize(("vocab", "by_kernel"), [(8191, True), (50_257, False)])
+def test_on_hopper_xla_filters_small_vocabularies_and_all_if_told_so(monkeypatch, vocab, by_kernel):
+    monkeypatch.setattr(tuning, "SEARCHES_BY_KERNEL", by_kernel)
     rows = [struct(2, dtype=dtype) for dtype in ("float32", "int32", "float32", "float32")]
-    text = lower_for_hopper(filter_logits, struct(2, 8191, dtype="float32"), *rows)
+    text = lower_for_hopper(filter_logits, struct(2, vocab, dtype="float32"), *rows)
     assert KERNEL not in text
 
 
