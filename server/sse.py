@@ -6,7 +6,7 @@ second, what an HTTP library does around each write would cost more than the mod
 
 import asyncio
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from aiohttp import web
 
@@ -67,12 +67,13 @@ class EventStream:
             task.cancel()
 
     async def _keep_alive(self, half_s: float) -> None:
-        while True:
-            self._is_silent = True
-            await asyncio.sleep(half_s)
-            if self._is_silent:
-                await asyncio.shield(self.start())
-                self.write(KEEP_ALIVE)
+        with suppress(ConnectionError):  # the client has gone: the handler learns it itself
+            while True:
+                self._is_silent = True
+                await asyncio.sleep(half_s)
+                if self._is_silent:
+                    await asyncio.shield(self.start())
+                    self.write(KEEP_ALIVE)
 
     def write(self, events: bytes) -> bool:
         """Hand whole events to the connection; False once so much is unsent that one should wait.
