@@ -34,12 +34,17 @@ async def compile_grammar(grammars: Grammars, params: SamplingParams) -> Compile
     if found is not None and marks is None:
         return found
 
-    def compiled() -> CompiledGrammar:
+    def prepare() -> None:
+        """Look through the vocabulary: done once, which is not this grammar's time."""
+        if not len(grammars.eos_ids):
+            return  # nothing can be compiled for it, which `compile` says
+        _ = grammars.tree, grammars.ll_tokenizer
         if marks is not None:
             reasoning_tokens(grammars, marks.begin, marks.end)
-        return grammars.compile(wanted)
 
-    job = asyncio.get_running_loop().run_in_executor(grammars.workers, compiled)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(grammars.workers, prepare)
+    job = loop.run_in_executor(grammars.workers, grammars.compile, wanted)
     try:
         return await asyncio.wait_for(job, grammars.time_limit_s + GRACE_S)
     except TimeoutError:

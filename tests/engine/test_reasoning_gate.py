@@ -1,6 +1,7 @@
 """Reasoning before an answer that a grammar holds; any token that a mask allows may be the next."""
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
-from jaxpaged.engine.grammar_rows import GrammarRows
+from jaxpaged.engine import grammar_rows
+from jaxpaged.engine.grammar_rows import GrammarRows, compile_grammar
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.errors import RequestError
+from jaxpaged.text.grammar import Grammars
 from jaxpaged.text.tokenizer import load_tokenizer
 from tests.support.models import EOS, VOCAB, byte_ids, byte_tokenizer, write_tokenizer
 
@@ -127,6 +130,20 @@ def test_an_answer_opens_reasoning_only_where_it_can_be_closed(inputs):
         allowed = allowed_next(rows, seq)
         assert (BEGIN in allowed) == may
         assert byte_ids("{")[0] in allowed
+
+
+async def test_looking_through_the_vocabulary_is_not_a_grammars_time(inputs, monkeypatch):
+    grammars, tree = Grammars(inputs["bytes"].tokenizer, VOCAB, time_limit_s=1.0), Grammars.tree
+    monkeypatch.setattr(grammar_rows, "GRACE_S", 0.0)
+    waits = iter([1.3])
+
+    def slow(self):
+        time.sleep(next(waits, 0))
+        return tree.fget(self)
+
+    monkeypatch.setattr(Grammars, "tree", property(slow))
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    assert (await compile_grammar(grammars, params)).shortest == SHORTEST
 
 
 def test_the_closing_mark_must_fit_as_well(inputs):
