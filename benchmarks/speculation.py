@@ -1,6 +1,7 @@
-"""Tokens a second with and without guesses by prompt lookup, runs interleaved.
+"""Tokens a second with and without guesses, by prompt lookup or a draft model, runs interleaved.
 
     python -m benchmarks.speculation --model SmolLM2.gguf [--runs 5] [--batches 1,128] [--json FILE]
+        [--draft MODEL]
 
 Each prompt is a list of random words, given once and begun again, which the model copies: greedy,
 as many tokens as the list has. `same` says whether both gave the same tokens; on a GPU in bfloat16
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--batches", default="1,128")
     parser.add_argument("--tokens", type=int, default=500, help="of the list")
+    parser.add_argument("--draft", default="", help="a model that guesses, instead of the lookup")
     parser.add_argument("--json", type=Path, default=None, help="append the lines to this file")
     args = parser.parse_args()
     batches = [int(part) for part in args.batches.split(",")]
@@ -89,9 +91,10 @@ def main() -> None:
         "gpu_memory_utilization": 0.8,
         "kv_cache_memory_bytes": (max(batches) + 1) * (3 * args.tokens + 64) * 2**16,
     }
+    config = {"model": args.draft, "num_speculative_tokens": 5} if args.draft else CONFIG
     engines = {
         "plain": LLM(args.model, **settings),
-        "guessing": LLM(args.model, speculative_config=CONFIG, **settings),
+        "guessing": LLM(args.model, speculative_config=config, **settings),
     }
     report = Report(sys.stdout, args.json)
     report.header(f"python -m benchmarks.speculation {' '.join(sys.argv[1:])}", opens_device=True)

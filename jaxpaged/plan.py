@@ -95,15 +95,17 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
     files = factory.open_files(
         dataclasses.replace(config, model=shapes_only), dtype, placement=placement
     )
-    model, weights = files.config, capacity.weight_bytes(files.params, files.config, placement)
+    model, weights = files.config, capacity.weight_bytes(files.all_params, files.config, placement)
 
     def replan(changed: EngineConfig) -> capacity.MemoryPlan:
-        return capacity.plan_memory(changed, model, weights, dtype, device)
+        return capacity.plan_memory(
+            changed, model, weights, dtype, device, files.draft and files.draft.config
+        )
 
     plan = replan(config)
     compiled = None
     if args.compile or (plan.fits and num_devices == 1 and not (gpu or device.is_cpu)):
-        compiled = compiled_workspace(files, plan, dtype)
+        compiled = compiled_workspace(files, plan, dtype, config.scheduler.speculation)
     verdict = "fits" if plan.fits else f"does not fit: {advice.refusal(plan, replan, config)}"
     write = sys.stdout.write
     if args.json:

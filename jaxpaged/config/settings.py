@@ -176,7 +176,9 @@ class SchedulerSettings:
         "small that a GPU waits for its host, otherwise 1)",
     )
     speculative_config: dict[str, Any] = setting(
-        {}, 'guess tokens and check them, JSON: {"method": "ngram", "num_speculative_tokens": 5}'
+        {},
+        'guess tokens and check them, JSON: {"method": "ngram", "num_speculative_tokens": 5}, or '
+        '{"model": "DIRECTORY", "num_speculative_tokens": 5} for a draft model',
     )
 
     @property

@@ -12,7 +12,7 @@ from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.reuse import Hit, PageReuse
 from jaxpaged.core.sequence import SeqState, Sequence
-from jaxpaged.core.speculator import Speculator, take_verified
+from jaxpaged.core.speculator import Speculator
 from jaxpaged.core.trace import Trace, WaitCause, note_plan, wait_cause
 from jaxpaged.core.turns import Turns
 from jaxpaged.errors import InvariantError, PromptTooLong
@@ -43,7 +43,7 @@ class Scheduler:
         self._scored_was_left_out = False
         self.wait_cause: WaitCause = "line"  # why the last plan admitted nobody further
         self.traces: dict[int, Trace] = {}  # by seq_id, of those that are to be explained
-        self._speculator, self._turns = Speculator(limits.speculation), Turns(limits.num_stages)
+        self._speculator, self._turns = Speculator(limits), Turns(limits.num_stages)
 
     @property
     def num_running(self) -> int:
@@ -150,7 +150,7 @@ class Scheduler:
         meanwhile are ignored.
         """
         if plan.drafts:
-            return [self._settle(*done) for done in take_verified(plan, sampled)]
+            return [self._settle(*done) for done in self._speculator.take_verified(plan, sampled)]
         page_size, finished, rows = self.pool.page_size, SeqState.FINISHED, plan.columns
         changed: list[Sequence] = []
         for i, (seq, samples, token) in enumerate(

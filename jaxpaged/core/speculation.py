@@ -16,10 +16,13 @@ ALONE, BESIDE_OTHERS, A_TOKEN = 1.5, 2.0, 0.01
 
 
 @lru_cache(maxsize=4096)
-def best_length(rate: float, num_rows: int, most: int, limit: float) -> int:
+def best_length(
+    rate: float, num_rows: int, most: int, limit: float, guess_cost: float = 0.0
+) -> int:
     """The draft length with the most tokens a second, 0 where the gain is under `limit`.
 
     Of a draft whose tokens are each right with probability `rate`, a geometric series is accepted.
+    `guess_cost` is the time that guessing a token takes, in plain steps.
     """
     wait = ALONE if num_rows == 1 else BESIDE_OTHERS
     plain = 1 + A_TOKEN * num_rows
@@ -27,7 +30,7 @@ def best_length(rate: float, num_rows: int, most: int, limit: float) -> int:
     for length in range(1, most + 1):
         power *= rate
         expected += power
-        cost = wait * (plain + A_TOKEN * num_rows * length) / plain
+        cost = wait * (plain + A_TOKEN * num_rows * length) / plain + guess_cost * length
         if expected / cost > best:
             best, found = expected / cost, length
     return found

@@ -1,24 +1,32 @@
-"""Who guesses how many tokens, and which: runs of tokens looked up in the sequence's own text."""
+"""Who guesses how many tokens, and by lookup which: runs of tokens found in the sequence's text.
+
+What a draft model guesses is known to the device alone: a plan has as many zeros.
+"""
 
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from jaxpaged.config.speculation import Speculation
-from jaxpaged.core.limits import StopCause, stop_cause
+from jaxpaged.core.limits import SchedulerLimits, StopCause, stop_cause
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.core.speculation import BEGIN, GO_ON, best_length
 from jaxpaged.errors import InvariantError
 
+FIRST_RATE = 0.9  # of a draft model's right guesses, before anything is known
+FORGET = 1 / 256  # of what is known of a draft model, with each token that it did not guess
 TOKENS_A_STEP = 2048  # of a text that are looked through in one step, so that none takes long
 MEMORY = 0.8  # weight of the past in the rate of right guesses
+
+
+type _Verified = tuple[PlannedRow, int, StopCause | None]
 
 
 class _Text:
     """What is known of one sequence's tokens: where each run of them last ended."""
 
     __slots__ = ("_longest", "_places", "_shortest", "guess", "num_seen", "rate", "seq")
+    guess_cost = 0.0
 
     def __init__(self, seq: Sequence, shortest: int, longest: int):
         self.seq = seq
@@ -55,18 +63,46 @@ class _Text:
         return tuple([ids[guess + i % period] for i in range(length)])
 
 
+class _Guessed:
+    """How well a draft model guesses for one sequence."""
+
+    __slots__ = ("guess_cost", "rate", "seq")
+
+    def __init__(self, seq: Sequence, guess_cost: float):
+        self.seq, self.guess_cost, self.rate = seq, guess_cost, FIRST_RATE
+
+    def read(self) -> bool:
+        """Nothing of the text is looked at; who is not guessed for is tried again some day."""
+        if not self.seq.needs_read_tokens:
+            self.rate += FORGET * (FIRST_RATE - self.rate)
+        return True
+
+    def verified(self, num_guessed: int, num_right: int) -> None:
+        """Count right guesses and the first wrong one."""
+        for _ in range(num_right):
+            self.rate = MEMORY * self.rate + (1.0 - MEMORY)
+        if num_right < num_guessed:
+            self.rate *= MEMORY
+
+    def continuation(self, length: int) -> tuple[int, ...]:
+        return (0,) * length
+
+
 class Speculator:
     """Chooses, for every sequence and step, how many tokens to guess. Owned by the scheduler.
 
     Without settings it guesses nothing.
     """
 
-    def __init__(self, settings: Speculation | None):
+    def __init__(self, limits: SchedulerLimits):
+        settings = limits.speculation
+        self._has_model = settings is not None and settings.method == "draft_model"
+        self._draft_cost = limits.draft_cost
         self._most = 0 if settings is None else settings.num_speculative_tokens
         self._max_rows = 0 if settings is None else settings.max_rows
         self._shortest = 0 if settings is None else settings.prompt_lookup_min
         self._longest = 0 if settings is None else settings.prompt_lookup_max
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _Text | _Guessed] = {}
         self._num_rows = 0
 
     def begin_step(
@@ -97,10 +133,11 @@ class Speculator:
         """
         text = self._texts.get(seq.seq_id)
         if text is None:
-            text = self._texts[seq.seq_id] = _Text(seq, self._shortest, self._longest)
+            text = self._texts[seq.seq_id] = self._begin(seq)
         is_up_to_date = text.read()
         limit = GO_ON if seq.needs_read_tokens else BEGIN
-        length = best_length(round(text.rate, 2), self._num_rows, self._most, limit)
+        rate = round(text.rate, 2)
+        length = best_length(rate, self._num_rows, self._most, limit, text.guess_cost)
         seq.needs_read_tokens = length > 0
         if seq.num_in_flight or not is_up_to_date:
             return ()
@@ -108,24 +145,29 @@ class Speculator:
         room = min(end - len(seq.token_ids), draft.plain_cap - draft.num_tokens - 1)
         return text.continuation(min(length, room))
 
+    def take_verified(self, plan: StepPlan, sampled: Seq[Sampled]) -> Iterator[_Verified]:
+        """Append what the rows of a step with drafts sampled, up to a token that ends the sequence.
+
+        Yields of every row how many leading tokens have KV, and why its sequence ends, as
+        `stop_cause` says it. Sequences that have finished meanwhile are left out.
+        """
+        for i, (row, tokens) in enumerate(zip(plan.rows, sampled, strict=True)):
+            if row.seq.state is SeqState.FINISHED:
+                continue
+            text = self._texts.get(row.seq.seq_id)
+            if isinstance(text, _Guessed) and i in plan.drafts and isinstance(tokens, Seq):
+                text.verified(len(plan.drafts[i]), len(tokens) - 1)
+            yield row, *_append(row.seq, row.start, tokens)
+
+    def _begin(self, seq: Sequence) -> _Text | _Guessed:
+        if self._has_model:
+            return _Guessed(seq, self._draft_cost)
+        return _Text(seq, self._shortest, self._longest)
+
     def _forget(self, seq_ids: Iterable[int]) -> None:
         for seq_id in list(seq_ids):
             seq = self._texts.pop(seq_id).seq
             seq.needs_read_tokens = bool(seq.request.banned_runs)
-
-
-type _Verified = tuple[PlannedRow, int, StopCause | None]
-
-
-def take_verified(plan: StepPlan, sampled: Seq[Sampled]) -> Iterator[_Verified]:
-    """Append what the rows of a step with drafts sampled, up to a token that ends the sequence.
-
-    Yields of every row how many leading tokens have KV, and why its sequence ends, as `stop_cause`
-    says it. Sequences that have finished meanwhile are left out.
-    """
-    for row, tokens in zip(plan.rows, sampled, strict=True):
-        if row.seq.state is not SeqState.FINISHED:
-            yield row, *_append(row.seq, row.start, tokens)
 
 
 def _append(seq: Sequence, start: int, tokens: Sampled) -> tuple[int, StopCause | None]:

@@ -25,7 +25,12 @@ type _Change = tuple[str, EngineConfig] | None  # a flag with its value, and wha
 
 
 def plan_or_refuse(
-    config: EngineConfig, model: ModelConfig, weights: int, dtype: np.dtype, device: DeviceMemory
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: int,
+    dtype: np.dtype,
+    device: DeviceMemory,
+    draft: ModelConfig | None = None,
 ) -> MemoryPlan:
     """`plan_memory`, or one line that says what does not fit and which flags help.
 
@@ -34,7 +39,7 @@ def plan_or_refuse(
     """
 
     def replan(changed: EngineConfig) -> MemoryPlan:
-        return plan_memory(changed, model, weights, dtype, device)
+        return plan_memory(changed, model, weights, dtype, device, draft)
 
     plan = replan(config)
     if not plan.fits:

@@ -20,6 +20,7 @@ from jaxpaged.engine.local_capacity import (
     PoolSizes,
     layer_kinds_of,
     least_pages_of_one,
+    page_bytes,
     share_pool,
     useful_pages,
 )
@@ -59,6 +60,7 @@ class MemoryPlan:
     num_scheduler_steps: int
     least_pages: int  # fewer cannot serve what was asked for
     layer_kinds: tuple[LayerKind, ...]  # that a device has pages for
+    draft_page: int = 0  # what of `page` is the draft model's
 
     @cached_property
     def pools(self) -> PoolSizes:
@@ -66,7 +68,7 @@ class MemoryPlan:
         memory = self.num_pages * self.page
         model = dataclasses.replace(self.model, layer_kinds=self.layer_kinds)
         sizes = model, self.page_size, self.max_num_seqs, self.max_num_batched_tokens
-        return share_pool(memory, self.page, *sizes)
+        return share_pool(memory, self.page, *sizes, self.draft_page)
 
     @property
     def room(self) -> int:
@@ -106,7 +108,8 @@ class MemoryPlan:
         lines = [f"device             {gib(self.limit)} of {self.device.name} for this process"]
         if not self.device.is_cpu:
             lines += [
-                f"weights            {gib(self.weights)}",
+                f"weights            {gib(self.weights)}"
+                + ", the draft model's included" * bool(self.draft_page),
                 f"sequence slots     {gib(self.slots)} for {self.max_num_seqs} sequences",
                 f"workspace          {gib(self.workspace)} for steps of "
                 f"{self.max_num_batched_tokens} tokens, and {gib(self.margin)} kept free",
@@ -133,28 +136,31 @@ def plan_memory(
     weights: int,
     dtype: np.dtype,
     device: DeviceMemory,
+    draft: ModelConfig | None = None,
 ) -> MemoryPlan:
     """Share out a device's memory; fills in what the configuration leaves to us.
 
     Args:
-        weights: bytes on this device, where several hold the model.
+        weights: bytes on this device, where several hold the model; a draft model's included.
         dtype: of activations and KV.
+        draft: the model that guesses tokens, if there is one.
 
     Raises:
         ConfigError: settings that contradict each other or the model, whatever the memory.
     """
     max_num_seqs = config.scheduler.max_num_seqs
+    others = weights, dtype, device, draft
     if max_num_seqs is not None:
-        return _plan(config, model, weights, dtype, device, max_num_seqs)
+        return _plan(config, model, *others, max_num_seqs)
     most = CPU_MAX_NUM_SEQS if device.is_cpu else GPU_MAX_NUM_SEQS
     budget = config.scheduler.max_num_batched_tokens or most
     sizes = [2**n for n in range(most.bit_length() - 1, -1, -1) if 2**n <= budget]
     for size in sizes:
-        plan = _plan(config, model, weights, dtype, device, size)
+        plan = _plan(config, model, *others, size)
         usual = min(plan.model.max_len, USUAL_LEN)
         if plan.fits and plan.concurrency_at(usual) >= size:
             return plan
-    return _plan(config, model, weights, dtype, device, 1)
+    return _plan(config, model, *others, 1)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -178,12 +184,6 @@ def weight_bytes(params: Params, model: ModelConfig, placement: Placement | None
     if model.tied_embeddings and len(totals) > 1:
         totals[-1] += tree_bytes(params["embedding"])  # which makes the logits there
     return max(totals)
-
-
-def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
-    """Bytes of one page over all layers, keys and values."""
-    elements = 2 * model.num_layers * page_size * model.kv_heads * model.head_dim
-    return elements * np.dtype(dtype).itemsize
 
 
 def share_of(model: ModelConfig, parallel: ParallelSettings) -> ModelConfig:
@@ -210,6 +210,7 @@ def _plan(
     weights: int,
     dtype: np.dtype,
     device: DeviceMemory,
+    draft: ModelConfig | None,
     max_num_seqs: int,
 ) -> MemoryPlan:
     cache, wanted = config.cache, config.model.max_model_len
@@ -218,15 +219,19 @@ def _plan(
     if is_fixed:
         model = dataclasses.replace(model, max_len=wanted)
     share = share_of(model, config.parallel)
-    page = page_bytes(share, cache.page_size, dtype)
+    draft_share = None if draft is None else share_of(draft, config.parallel)
+    draft_page = 0 if draft_share is None else page_bytes(draft_share, cache.page_size, dtype)
+    page = page_bytes(share, cache.page_size, dtype) + draft_page
     full = -(-model.max_len // cache.page_size)
     most_useful, least = 1 + max_num_seqs * full, 1 + full
     if model.local_window is not None:
-        sizes = page, share, cache.page_size, max_num_seqs, budget
+        sizes = page, share, cache.page_size, max_num_seqs, budget, draft_page
         most_useful, least = useful_pages(*sizes), least_pages_of_one(*sizes)
     num_stages = config.parallel.pipeline_parallel_size
-    workspace = workspace_bytes(share, dtype, budget, max_num_seqs, num_stages)
-    trials = trial_bytes(share, dtype, budget, max_num_seqs)
+    shares = [one for one in (share, draft_share) if one is not None]
+    sizes = dtype, budget, max_num_seqs
+    workspace = max([workspace_bytes(one, *sizes, num_stages) for one in shares])
+    trials = max([trial_bytes(one, *sizes) for one in shares])
     plan = MemoryPlan(
         device=device,
         model=model,
@@ -244,6 +249,7 @@ def _plan(
         num_scheduler_steps=_num_scheduler_steps(config, weights, device),
         least_pages=least if is_fixed else min(LEAST_PAGES, most_useful),
         layer_kinds=share.layer_kinds,
+        draft_page=draft_page,
     )
     if cache.num_gpu_blocks_override is not None:
         asked = cache.num_gpu_blocks_override
@@ -265,7 +271,7 @@ def _plan(
     if plan.pools.num_local_pages:  # planned again, for windows and shares depend on the length
         changed = dataclasses.replace(config.model, max_model_len=length)
         config = dataclasses.replace(config, model=changed)
-        shorter = _plan(config, model, weights, dtype, device, max_num_seqs)
+        shorter = _plan(config, model, weights, dtype, device, draft, max_num_seqs)
         return dataclasses.replace(shorter, wanted_len=plan.wanted_len)
     return dataclasses.replace(plan, model=dataclasses.replace(model, max_len=length))
 

@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.buckets import Bucket, SamplerKind
 from jaxpaged.engine.capacity import MemoryPlan
+from jaxpaged.engine.drafting import DraftModel
 from jaxpaged.engine.program_source import ProgramSource
 from jaxpaged.weights.loader import ModelFiles
 
@@ -11,7 +13,11 @@ LOGIT_BYTES = 4
 
 
 def compiled_workspace(
-    files: ModelFiles, plan: MemoryPlan, dtype: np.dtype, sampler: SamplerKind = "full"
+    files: ModelFiles,
+    plan: MemoryPlan,
+    dtype: np.dtype,
+    speculation: Speculation | None = None,
+    sampler: SamplerKind = "full",
 ) -> int:
     """Bytes beside weights, pool and slots of the largest step, as XLA lays it out for the device.
 
@@ -21,13 +27,14 @@ def compiled_workspace(
     bucket = Bucket("mixed", sampler, size, min(size, plan.max_num_seqs))
     source = ProgramSource(
         files.graphdef,
-        files.params,
+        files.all_params,
         plan.model,
         num_pages=plan.pools.num_pages,
         num_local_pages=plan.pools.num_local_pages,
         page_size=plan.page_size,
         max_num_seqs=plan.max_num_seqs,
         dtype=dtype,
+        draft=DraftModel.of(files, speculation),
     )
     programs = (source.forward(bucket), source.sample(bucket))
     found = [program.compile().memory_analysis() for program in programs]

@@ -96,7 +96,7 @@ class EngineControl:
         self.reset_prefix_cache()
         self._asleep = "dropped"
         if level == 1:
-            self._asleep = jax.tree.map(lambda x: np.array(x, copy=True), runner.params)
+            self._asleep = jax.tree.map(lambda x: np.array(x, copy=True), runner.all_params)
         runner.free()
 
     def wake_up(self) -> None:
@@ -107,8 +107,7 @@ class EngineControl:
         if isinstance(self._asleep, str):
             dtype = jax.tree.leaves(runner.params)[0].dtype
             files = open_files(config, dtype, placement=make_placement(config.parallel))
-            loaded = files.load(config.model.seed)
-            runner.update_params(loaded.params)
+            runner.update_params(files.load(config.model.seed).all_params)
         else:
             runner.update_params(self._asleep)
         runner.replace_state(empty_like(runner.state))

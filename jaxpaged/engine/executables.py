@@ -35,6 +35,7 @@ SOURCES = (
     "core/packing.py",
     "core/params.py",  # sizes of packed fields
     "core/pooling.py",
+    "engine/drafting.py",
     "engine/program_source.py",
     "engine/page_moves.py",
     "engine/pooling/programs.py",

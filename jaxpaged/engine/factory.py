@@ -27,6 +27,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.advice import memory_explained, plan_or_refuse
 from jaxpaged.engine.capacity import MemoryPlan, weight_bytes
 from jaxpaged.engine.devices import use_devices
+from jaxpaged.engine.drafting import draft_cost, open_draft
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device, watch_devices
@@ -91,15 +92,16 @@ def build_engine(
         placement = make_placement(config.parallel)
     with _timed(phases, "weights"):
         files = open_files(config, dtype, attention, placement)
-        weights = weight_bytes(files.params, files.config, placement)
+        weights = weight_bytes(files.all_params, files.config, placement)
+        draft = files.draft and files.draft.config
         # refuses what cannot fit before a weight is read
-        plan_or_refuse(config, files.config, weights, dtype, device)
+        plan_or_refuse(config, files.config, weights, dtype, device, draft)
         loaded = files.load(config.model.seed)
     with _timed(phases, "tokenizer"):
         tokenizer = tokenizer_for(config.model, loaded.path)
         template = template_for(config.model, tokenizer)
     weights = max(bytes_in_use(placement and placement.devices), weights)
-    plan = plan_or_refuse(config, loaded.config, weights, dtype, device)
+    plan = plan_or_refuse(config, loaded.config, weights, dtype, device, draft)
     config, model = settled(config, plan), plan.model
     processors = dict(logits_processors or {})
     programs = make_programs(
@@ -112,7 +114,7 @@ def build_engine(
             warm_up(programs, ladder_of(config), show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
         runner = make_runner(plan, loaded, placement, programs)
-    parts = _host_side(config, plan, processors)
+    parts = _host_side(config, plan, processors, draft_cost(files))
     metrics = _metrics(config, plan, dtype)
     engine = Engine(
         runner,
@@ -164,7 +166,10 @@ class _HostSide:
 
 
 def _host_side(
-    config: EngineConfig, plan: MemoryPlan, processors: Mapping[str, LogitsProcessor]
+    config: EngineConfig,
+    plan: MemoryPlan,
+    processors: Mapping[str, LogitsProcessor],
+    cost_of_guess: float,
 ) -> _HostSide:
     cache, sched, model = config.cache, config.scheduler, plan.model
     max_num_seqs, budget = plan.max_num_seqs, plan.max_num_batched_tokens
@@ -182,6 +187,7 @@ def _host_side(
         scheduling_policy=sched.policy,
         speculation=sched.speculation,
         num_stages=config.parallel.pipeline_parallel_size,
+        draft_cost=cost_of_guess,
         **swap_limits(config, plan),
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool), local)
@@ -228,8 +234,8 @@ def open_files(
     attention: AttentionOp | None = None,
     placement: Placement | None = None,
 ) -> ModelFiles:
-    """The configured model, of which only the configuration is read."""
-    return open_model(
+    """The configured model and its draft model, of which only the configuration is read."""
+    files = open_model(
         config.model.model,
         dtype=dtype,
         load_format=config.model.load_format,
@@ -239,6 +245,8 @@ def open_files(
         attend=attention or paged_attention,
         placement=placement,
     )
+    draft = open_draft(config, files.config, dtype, placement)
+    return dataclasses.replace(files, draft=draft)
 
 
 def settled(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxpaged.config.architecture import LayerKind, ModelConfig
 from jaxpaged.core.local_pages import MOST_CHUNK, LocalPages, most_of_decode
 from jaxpaged.core.page_pool import PagePool
@@ -48,9 +50,12 @@ class _Shape:
     chunk: int  # and more of one whose prompt is being computed
 
     @classmethod
-    def of(cls, page: int, model: ModelConfig, page_size: int, budget: int) -> "_Shape":
+    def of(
+        cls, page: int, model: ModelConfig, page_size: int, budget: int, draft_page: int
+    ) -> "_Shape":
         assert model.local_window is not None
-        layer, full = page // model.num_layers, -(-model.max_len // page_size)
+        full = -(-model.max_len // page_size)
+        layer = (page - draft_page) // model.num_layers
         local = layer * model.num_local_layers
         window = min(most_of_decode(model.local_window, page_size), full)
         chunk = -(-min(budget, max(MOST_CHUNK, model.local_window)) // page_size)
@@ -87,13 +92,28 @@ def layer_kinds_of(model: ModelConfig, num_stages: int) -> tuple[LayerKind, ...]
     return tuple(kinds)
 
 
+def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    elements = 2 * model.num_layers * page_size * model.kv_heads * model.head_dim
+    return elements * np.dtype(dtype).itemsize
+
+
 def share_pool(
-    memory: int, page: int, model: ModelConfig, page_size: int, max_num_seqs: int, budget: int
+    memory: int,
+    page: int,
+    model: ModelConfig,
+    page_size: int,
+    max_num_seqs: int,
+    budget: int,
+    draft_page: int = 0,
 ) -> PoolSizes:
-    """Pages of both kinds in so much memory; `page` are a page's bytes in all layers."""
+    """Pages of both kinds in so much memory.
+
+    `page` are a page's bytes in all layers, of which `draft_page` are those of a draft model.
+    """
     if model.local_window is None:
         return PoolSizes(memory // page, 0, model.num_layers, 0)
-    shape = _Shape.of(page, model, page_size, budget)
+    shape = _Shape.of(page, model, page_size, budget, draft_page)
     num_full_layers = model.num_layers - model.num_local_layers
     if not num_full_layers:
         num_local = memory // shape.local_page
@@ -112,17 +132,27 @@ def share_pool(
 
 
 def useful_pages(
-    page: int, model: ModelConfig, page_size: int, max_num_seqs: int, budget: int
+    page: int,
+    model: ModelConfig,
+    page_size: int,
+    max_num_seqs: int,
+    budget: int,
+    draft_page: int = 0,
 ) -> int:
     """What all sequences could use together at most, in pages of all layers."""
-    shape = _Shape.of(page, model, page_size, budget)
+    shape = _Shape.of(page, model, page_size, budget, draft_page)
     each = shape.bytes_of(shape.full, min(shape.window + shape.chunk, shape.full))
     return -(-(shape.bytes_of(1, 1) + max_num_seqs * each) // page)
 
 
 def least_pages_of_one(
-    page: int, model: ModelConfig, page_size: int, max_num_seqs: int, budget: int
+    page: int,
+    model: ModelConfig,
+    page_size: int,
+    max_num_seqs: int,
+    budget: int,
+    draft_page: int = 0,
 ) -> int:
     """What the longest sequence needs alone, computed in chunks of a page."""
-    shape = _Shape.of(page, model, page_size, budget)
+    shape = _Shape.of(page, model, page_size, budget, draft_page)
     return -(-shape.bytes_of(1 + shape.full, shape.least_local) // page)

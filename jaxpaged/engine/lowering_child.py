@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxpaged.config.settings import GROUPS, EngineConfig
+from jaxpaged.engine.drafting import DraftModel
 from jaxpaged.engine.factory import ladder_of, model_dtype, open_files
 from jaxpaged.engine.lowering import FAILED, export_program
 from jaxpaged.engine.program_source import ProgramSource
@@ -38,7 +39,7 @@ def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
     assert max_num_seqs is not None
     return ProgramSource(
         files.graphdef,
-        files.params,
+        files.all_params,
         dataclasses.replace(files.config, max_len=setup["max_len"]),
         num_pages=setup["num_pages"],
         num_local_pages=setup["num_local_pages"],
@@ -48,6 +49,7 @@ def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
         swaps=config.cache.swap_space > 0,
         logprobs_mode=config.model.logprobs_mode,
         num_scheduler_steps=config.scheduler.num_scheduler_steps or 1,
+        draft=DraftModel.of(files, config.scheduler.speculation),
     )
 
 

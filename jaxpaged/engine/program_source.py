@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.host_tier import MOVE_WIDTHS
 from jaxpaged.core.packing import PackedLayout
+from jaxpaged.engine.drafting import DraftModel
 from jaxpaged.engine.executables import programs_identity
 from jaxpaged.engine.page_moves import (
     COPY_WIDTHS,
@@ -93,6 +94,7 @@ class ProgramSource:
         num_scheduler_steps: that a program of several decode steps takes; 1: there is none.
         stage: of a model cut into stages; `graphdef`, `params` and `model` have its layers alone.
         has_local_table: layers with a window have a page table of their own, of another stage too.
+        draft: guesses tokens; `params` has its weights too.
     """
 
     def __init__(
@@ -113,13 +115,15 @@ class ProgramSource:
         num_scheduler_steps: int = 1,
         stage: StageKind = "whole",
         has_local_table: bool = False,
+        draft: DraftModel | None = None,
     ):
         self._graphdef, self._processors, self.mesh = graphdef, processors, mesh
         self._stage: StageKind = stage
         self._logprobs_mode: LogprobsMode = logprobs_mode
-        has_local = num_local_pages > 0
+        has_local, self._draft = num_local_pages > 0, draft
+        is_local = [has_local and kind.window is not None for kind in model.layer_kinds]
         self.page_kinds = PageKinds(
-            tuple(has_local and kind.window is not None for kind in model.layer_kinds)
+            tuple(is_local + [False] * (draft.config.num_layers if draft else 0))
         )
         self.layout = partial(
             PackedLayout,
@@ -130,6 +134,9 @@ class ProgramSource:
         self._params = shapes_of(params)
         sizes = num_pages, page_size, max_num_seqs, dtype, mesh, num_local_pages
         self._state = device_state_shapes(model, *sizes)
+        if draft is not None:
+            more = device_state_shapes(draft.config, *sizes[:-1]).kv_pages
+            self._state = replace(self._state, kv_pages=self._state.kv_pages + more)
         self._page_programs = [("copy", width) for width in COPY_WIDTHS]
         if swaps:
             self._page_programs += itertools.product(("fetch", "store"), MOVE_WIDTHS)
@@ -142,7 +149,14 @@ class ProgramSource:
         split = jax.tree.leaves(jax.tree.map(_spec, (self._params, self._state)))
         devices = self.mesh and [device.id for device in self.mesh.devices.flat]
         return programs_identity(
-            (self._model, self._stage, self._logprobs_mode, devices, split),
+            (
+                self._model,
+                self._stage,
+                self._logprobs_mode,
+                devices,
+                split,
+                *self._draft_identity(),
+            ),
             self._params,
             self._state,
         )
@@ -151,6 +165,10 @@ class ProgramSource:
     def is_last(self) -> bool:
         """Whether the programs make logits and sample."""
         return self._stage in ("whole", "last")
+
+    def _draft_identity(self) -> tuple[object, ...]:
+        draft = self._draft
+        return () if draft is None else (draft.config, draft.settings.num_speculative_tokens)
 
     def make_state(self) -> DeviceState:
         """An empty page pool and the slots of sequences."""
@@ -169,7 +187,7 @@ class ProgramSource:
         arguments = (self._params, self._state, self._int32(layout.forward_size))
         result, name, options = (self._state, LOGITS, WHOLE), bucket.forward_name, _options(bucket)
         if self._stage == "whole":
-            function = make_forward(self._graphdef, layout)
+            function = make_forward(self._graphdef, layout, self._draft)
             return self._program(name, function, arguments, result, 1, options)
         given = self._state.last_token_ids
         if self._stage != "first":
@@ -186,7 +204,7 @@ class ProgramSource:
         """Several whole steps in a row."""
         layout, name = self.layout(bucket), bucket.chain_name(num_steps)
         sample = make_sample(layout, self._processors, self._logprobs_mode)
-        forward = make_forward(self._graphdef, layout)
+        forward = make_forward(self._graphdef, layout, self._draft)
         function = make_chain(forward, sample if bucket.needs_sampling else None, layout)
         arguments = (self._params, self._state, self._int32(num_steps, layout.chained_size))
         return self._program(name, function, arguments, (self._state, WHOLE), 1, _options(bucket))

@@ -19,11 +19,12 @@ from jaxpaged.engine.stages import EarlierStages
 from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, SamplerState
 from jaxpaged.errors import InvariantError
 from jaxpaged.layers.sampling import TOP_LOGPROBS
+from jaxpaged.weights.loader import DRAFT
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step as NumPy. The last five are empty for samplers without logprobs."""
+    """A step as NumPy. `target_logprobs` and on are empty for samplers without logprobs."""
 
     token_ids: np.ndarray  # i32[seqs]
     logprobs: np.ndarray  # f32[seqs]
@@ -32,6 +33,7 @@ class StepResult:
     ranks: np.ndarray  # i32[logits]
     top_ids: np.ndarray  # i32[logits, 20]
     top_logprobs: np.ndarray  # f32[logits, 20]
+    guessed: np.ndarray | None = None  # i32[tokens] of a step whose drafts the device made
 
     @cached_property
     def logprob_list(self) -> list[float]:
@@ -45,7 +47,7 @@ class PendingLogits:
 
     bucket: Bucket
     logits: jax.Array
-    words: jax.Array  # of a greedy step
+    words: jax.Array  # of a greedy step; the tokens of one whose drafts the device made
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class PendingStep:
     bucket: Bucket
     words: jax.Array
     place: int | None = None
+    guessed: jax.Array | None = None
 
 
 class Runner:
@@ -63,7 +66,7 @@ class Runner:
     Where the model is cut into stages these are the last stage's devices; see `EarlierStages`.
 
     Args:
-        params: the decoder's weights on their devices.
+        params: the decoder's weights on their devices, and those of a draft model.
         programs: of each stage, in order; mostly there is one.
         split: cuts the weights into those of each stage.
     """
@@ -75,7 +78,7 @@ class Runner:
         programs: Sequence[Programs],
         split: Callable[[Params], Sequence[Params]] = lambda params: [params],
     ):
-        self.model, self.params, self._split = model, params, split
+        self.model, self.all_params, self._split = model, params, split
         *_, self._programs = self._all_programs = programs
         self._state = self._programs.source.make_state()
         self._mover = PageMover(self._programs.page, self._programs.source.page_kinds)
@@ -90,6 +93,11 @@ class Runner:
     @property
     def num_stages(self) -> int:
         return len(self._all_programs)
+
+    @property
+    def params(self) -> Params:
+        """The decoder's weights without those of a draft model."""
+        return {name: x for name, x in self.all_params.items() if name != DRAFT}
 
     @property
     def num_compilations(self) -> int:
@@ -160,6 +168,7 @@ class Runner:
             top[:, 1],
             top[:, first],
             np.ascontiguousarray(top[:, last]).view(np.float32),
+            None if pending.guessed is None else np.asarray(pending.guessed),
         )
 
     def set_history(self, slot: int, token_ids: tuple[int, ...], num_prompt_tokens: int) -> None:
@@ -188,10 +197,13 @@ class Runner:
     def update_params(self, params: Params) -> None:
         """Put other weights of the same shapes and types in place of the present ones.
 
+        Those of a draft model stay as they are, unless they are there as in `all_params`.
+
         Raises:
             InvariantError: the trees differ; the first difference is named.
         """
-        wanted = jax.tree.map(lambda x: (x.shape, x.dtype), self.params)
+        present = self.all_params if DRAFT in params else self.params
+        wanted = jax.tree.map(lambda x: (x.shape, x.dtype), present)
         given = jax.tree.map(lambda x: (x.shape, x.dtype), params)
         for (path, want), (_, got) in zip(
             jax.tree.leaves_with_path(wanted, is_leaf=_is_shape),
@@ -202,10 +214,9 @@ class Runner:
                 raise InvariantError(
                     f"update_params: {jax.tree_util.keystr(path)} is {got}, must be {want}"
                 )
-        self.params = jax.tree.map(
-            lambda new, old: jax.device_put(new, old.sharding), params, self.params
-        )
-        *earlier, self._own_params = self._split(self.params)
+        new = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, present)
+        self.all_params = self.all_params | new
+        *earlier, self._own_params = self._split(self.all_params)
         if self._earlier is not None:
             self._earlier.replace_params(earlier)
 
@@ -225,7 +236,7 @@ class Runner:
 
     def free(self) -> None:
         """Give the memory of weights and pages back to XLA's allocator; their shapes stay."""
-        for leaf in jax.tree.leaves((self.params, self._own_params, self.state)):
+        for leaf in jax.tree.leaves((self.all_params, self._own_params, self.state)):
             leaf.delete()
 
     def close(self) -> None:
@@ -253,7 +264,10 @@ class Runner:
         if self._earlier is not None:
             self._earlier.feed_back(batch, self._state.last_token_ids)
         words.copy_to_host_async()
-        return PendingStep(pending.bucket, words)
+        if not pending.words.size:
+            return PendingStep(pending.bucket, words)
+        pending.words.copy_to_host_async()
+        return PendingStep(pending.bucket, words, guessed=pending.words)
 
 
 def _is_shape(x: object) -> bool:

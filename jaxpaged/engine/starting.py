@@ -12,6 +12,7 @@ from jaxpaged.arrays import Params
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.engine.capacity import MemoryPlan
+from jaxpaged.engine.drafting import DraftModel
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
 from jaxpaged.engine.program_source import ProgramSource, shapes_of
@@ -64,8 +65,10 @@ def make_programs(
         told = lowering_setup(config, plan.pools, plan.model.max_len)
         start_processes = partial(LoweringProcesses, setup=told)
     model = plan.model if placement is None else laid_out(plan.model, placement.num_shards)
+    num_shards = 1 if placement is None else placement.num_shards
+    draft = DraftModel.of(loaded, config.scheduler.speculation, num_shards)
     made: list[Programs] = []
-    for stage in split_model(model, loaded.graphdef, shapes_of(loaded.params), placement):
+    for stage in split_model(model, loaded.graphdef, shapes_of(loaded.all_params), placement):
         source = ProgramSource(
             stage.graphdef,
             stage.params,
@@ -82,6 +85,7 @@ def make_programs(
             mesh=stage.mesh,
             stage=stage.kind,
             has_local_table=plan.pools.has_both,
+            draft=draft,
         )
         devices = [] if stage.mesh is None else list(stage.mesh.devices.flat)
         store = ExecutableStore(folder, source.identity(), devices)
@@ -111,4 +115,4 @@ def make_runner(
         stages = split_model(loaded.config, loaded.graphdef, params, placement)
         return [stage.params for stage in stages]
 
-    return Runner(plan.model, loaded.params, programs, split)
+    return Runner(plan.model, loaded.all_params, programs, split)

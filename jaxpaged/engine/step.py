@@ -25,6 +25,7 @@ from jaxpaged.arrays import (
 from jaxpaged.config.settings import LogprobsMode
 from jaxpaged.core.buckets import SamplerKind
 from jaxpaged.core.packing import PackedField, PackedLayout
+from jaxpaged.engine.drafting import DraftModel
 from jaxpaged.layers.sampling import (
     TOP_LOGPROBS,
     LogitsProcessor,
@@ -62,18 +63,28 @@ class SamplerState:
         return replace(state, last_token_ids=self.last_token_ids, output_counts=self.output_counts)
 
 
-def make_forward(graphdef: nnx.GraphDef, layout: PackedLayout) -> ForwardFunction:
+def make_forward(
+    graphdef: nnx.GraphDef, layout: PackedLayout, draft: DraftModel | None = None
+) -> ForwardFunction:
     """The first program of a step: write this batch's KV, attend, pick each row's largest logit.
 
     Results: the state, f32 logits [logits, vocab], and what `make_sample` tells of a greedy step,
-    empty where a row has several logits. A step that samples otherwise overwrites the tokens.
+    empty where a row has several logits. A step that samples otherwise overwrites the tokens. Where
+    `draft` has guessed the tokens of a step, these are told.
     """
 
     def forward(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
         batch, local = _unpacked(layout, packed)
+        pages, is_guessed = (), draft is not None and layout.bucket.kind == "draft"
+        if draft is not None:
+            mine, params = draft.take_params(params)
+            state, pages, batch = draft.run(mine, state, batch, layout.bucket)
+            local = replace(local, token_ids=batch.token_ids)
         model = nnx.merge(graphdef, params)
         hidden, state = model(batch, state, local)
-        return _with_logits(model, layout, batch, hidden, state)
+        state = replace(state, kv_pages=state.kv_pages + pages)
+        state, logits, told = _with_logits(model, layout, batch, hidden, state)
+        return state, logits, batch.token_ids if is_guessed else told
 
     return forward
 

@@ -29,11 +29,14 @@ def verify(plan: StepPlan, result: StepResult) -> tuple[StepResult, Verified]:
     The result's entries become those of the rows' first tokens; a row is finite where all its kept
     tokens are.
     """
+    # where the device made the drafts, the plan has only their lengths
     firsts = np.cumsum([0, *plan.columns.q_lens])[:-1]
     token_ids, logprobs = dict[int, list[int]](), dict[int, list[float]]()
     is_finite = result.is_finite[firsts]
     for i, drafted in plan.drafts.items():
         first = int(firsts[i])
+        if result.guessed is not None:
+            drafted = result.guessed[first + 1 : first + 1 + len(drafted)].tolist()
         sampled: list[int] = result.token_ids[first : first + len(drafted) + 1].tolist()
         end = first + 1 + count_right(drafted, sampled)
         token_ids[i] = sampled[: end - first]

@@ -28,6 +28,7 @@ from jaxpaged.weights.safetensors import SafetensorsSource
 from jaxpaged.weights.source import TensorSource, first_of, merged, renamed, shape_text
 
 IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias", ".position_ids", "rope_freqs.weight")
+DRAFT = "draft"  # its weights among those of a model
 # beginnings of names in checkpoints of a model without its head, and what they are otherwise
 _NAMES_OF_BASE = {name: f"model.{name}" for name in ("embed_tokens.", "layers.", "norm.")}
 
@@ -41,6 +42,12 @@ class LoadedModel:
     params: Params
     hf_config: dict[str, Any]  # with the overrides put in
     path: Path  # folder, or GGUF file
+    draft: "LoadedModel | None" = None  # guesses tokens for it
+
+    @property
+    def all_params(self) -> Params:
+        """The weights, those of a draft model as one entry more."""
+        return _with_draft(self.params, self.draft)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,11 @@ class ModelFiles:
     gguf: GgufSource | None
     manifest: Manifest | None  # of an Orbax checkpoint
     is_dummy: bool
+    draft: "ModelFiles | None" = None
+
+    @property
+    def all_params(self) -> Params:
+        return _with_draft(self.params, self.draft)
 
     def load(self, seed: int = 0, device: Destination = None) -> LoadedModel:
         """Read the weights, or make random ones from `seed`, each onto the sharding that it names.
@@ -69,7 +81,8 @@ class ModelFiles:
         else:
             with self.reading() as reader:
                 params = place_params(self.params, PaddedVocab(reader, self.config.vocab), device)
-        return LoadedModel(self.config, self.graphdef, params, self.hf_config, self.path)
+        draft = self.draft and self.draft.load(seed, device)
+        return LoadedModel(self.config, self.graphdef, params, self.hf_config, self.path, draft)
 
     @contextmanager
     def reading(self) -> Iterator[Reader]:
@@ -94,6 +107,10 @@ class ModelFiles:
 
     def _source(self) -> TensorSource:
         return self.gguf or renamed(SafetensorsSource(self.path), _NAMES_OF_BASE)
+
+
+def _with_draft(params: Params, draft: LoadedModel | ModelFiles | None) -> Params:
+    return params if draft is None else params | {DRAFT: draft.params}
 
 
 def open_model(

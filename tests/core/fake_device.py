@@ -6,6 +6,7 @@ that is wrong, stale, shared too early or given away too soon changes the answer
 
 import zlib
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -242,6 +243,7 @@ class Loop:
     has_both: bool = False  # of pages and local pages
     num_steps: int = 0
     in_flight: deque = field(default_factory=deque)
+    guess: Callable[[Sequence, int], tuple[int, ...]] | None = None  # as a draft model does
 
     def __post_init__(self):
         limits, pool = self.scheduler.limits, self.scheduler.pool
@@ -262,6 +264,8 @@ class Loop:
         self.num_steps += 1
         self.scheduler.check()
         if plan:
+            for i, drafted in plan.drafts.items() if self.guess else ():
+                plan.drafts[i] = self.guess(plan.columns.seqs[i], len(drafted))
             batch = self.builder.build(plan, self.ladder.choose(plan))
             tokens = self.device.run(plan, batch)
             self.in_flight.append((plan, tokens))

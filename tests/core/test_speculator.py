@@ -8,6 +8,7 @@ from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.recording import RecordedScheduler, replay
 from jaxpaged.core.speculation import best_length, count_right
 from tests.core.fake_device import (
+    VOCAB,
     Loop,
     generate_alone,
     make_limits,
@@ -26,11 +27,11 @@ def pick_again(prefix, *edits):
     return pick(prefix if depends_on_all else prefix[-1:], *edits)
 
 
-def run_all(seqs, *, pick=pick_again, scheduler=None, **limits):
+def run_all(seqs, *, pick=pick_again, scheduler=None, guess=None, **limits):
     """Run sequences to their end on a device that samples with `pick`; how many were guessed."""
     limits = {"speculation": SPECULATION, "max_model_len": 160} | limits
     scheduler = scheduler or make_scheduler(num_pages=limits.pop("num_pages", 81), **limits)
-    loop, guessed = Loop(scheduler), []
+    loop, guessed = Loop(scheduler, guess=guess), []
     loop.device.pick = pick
     run = loop.device.run
 
@@ -165,3 +166,50 @@ def test_guesses_count_up_to_the_first_wrong_one(drafted, sampled, right):
 def test_limits_without_speculation_guess_nothing():
     assert make_limits().speculation is None
     assert not run_all(some_sequences(), speculation=None)
+
+
+DRAFTING = Speculation("draft_model", 3, model="small")
+
+
+def guesser(seed, good):
+    """A draft model that is right now and then."""
+    random = np.random.default_rng(seed)
+
+    def guess(seq, length):
+        tokens = list(seq.token_ids)
+        for _ in range(length):
+            right = pick_again(tokens, (), np.arange(VOCAB), 0.0, ())
+            tokens.append(right if random.random() < good else int(random.integers(VOCAB)))
+        return tuple(tokens[-length:])
+
+    return guess
+
+
+@pytest.mark.parametrize("limits", [{}, {"num_pages": 22, "max_num_seqs": 3}])
+@pytest.mark.parametrize("good", [1.0, 0.8, 0.0])
+def test_what_a_draft_model_guesses_changes_no_token(tmp_path, good, limits):
+    sizes = {"num_pages": 81, "max_model_len": 160, "draft_cost": 0.05} | limits
+    inner = make_scheduler(speculation=DRAFTING, **sizes)
+    seqs, file = some_sequences(), tmp_path / "run.jsonl"
+    guessed = run_all(seqs, scheduler=RecordedScheduler(inner, file), guess=guesser(1, good))
+    assert guessed
+    for seq in seqs:
+        assert outcome(seq) == generate_alone(seq.request, 160, pick_again)
+    assert replay(file).mismatch is None  # a plan has no guess, only how many there are
+
+
+def test_a_draft_model_that_is_often_wrong_is_asked_less_and_tried_again_later():
+    def num_guessed(good, max_tokens=60):
+        seq = make_sequence(0, [7, 8, 9], max_tokens, eos_token_ids=frozenset())
+        limits = {"max_model_len": 1024, "num_pages": 300, "draft_cost": 0.05}
+        return len(run_all([seq], speculation=DRAFTING, guess=guesser(2, good), **limits))
+
+    assert 0 < num_guessed(0.0) < 8
+    assert num_guessed(1.0) > 12
+    assert num_guessed(0.0, 400) > num_guessed(0.0)
+
+
+def test_guessing_that_costs_much_is_done_less():
+    lengths = [best_length(0.7, 1, 8, 1.2, cost) for cost in (0.0, 0.1, 0.2, 1.0)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[1] > lengths[3] == 0

@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 
 from jaxpaged.config.speculation import Speculation
@@ -118,13 +116,18 @@ def test_settings_that_cannot_work_are_refused():
 
     good = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
     made = SchedulerSettings(speculative_config=good).speculation
-    assert dataclasses.astuple(made) == ("ngram", 5, 4, 4)
+    assert made == Speculation("ngram", 5, 4, 4)
+    drafting = SchedulerSettings(speculative_config={"model": "x", "num_speculative_tokens": 2})
+    assert drafting.speculation == Speculation("draft_model", 2, model="x")
     cases = [
         ({"method": "eagle"}, "method is 'eagle'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0, allowed are 1 to 31"),
         ({"prompt_lookup_min": 5}, "prompt_lookup_min is 5, allowed are 1 to prompt_lookup_max"),
         ({"prompt_lookup_max": "4"}, "must be a whole number"),
         ({"tokens": 5}, "has tokens, known are"),
+        ({"model": "x"}, "method is 'ngram' and model 'x': a draft_model has a model"),
+        ({"method": "draft_model"}, "method is 'draft_model' and model ''"),
+        ({"model": 3}, "model is 3, revision None: must be text"),
     ]
     for change, text in cases:
         with pytest.raises(ConfigError, match=text):

@@ -74,6 +74,7 @@ class TinyEngine:
     speculation: Speculation | None = None
     ladder: BucketLadder = LADDER
     num_local_pages: int = 0  # of a model with windows; 0: as many as planned
+    ladder: BucketLadder = LADDER
     engine: Engine = field(init=False)
 
     def __post_init__(self):
