@@ -176,6 +176,8 @@ def random_workload(seed: int) -> int:
         reserve_full_prompt=rng.random() < 0.5,
         reserve_whole_answer=rng.random() < 0.2,
         scheduling_policy=rng.choice(POLICIES),
+        preemption_mode=rng.choice(["auto", "recompute", "swap"]),
+        num_host_pages=rng.choice([0, 0, 8, 24, 64]),
     )
     fewest = longest // page_size + 2
     pool = PagePool(rng.randint(fewest, 3 * fewest), page_size)

@@ -15,10 +15,11 @@ from dataclasses import replace
 
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import default_ladder
+from jaxpaged.core.hashing import as_bytes, page_hashes
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.plan import StepPlan
-from jaxpaged.core.prefix_cache import PrefixCache, as_bytes, page_hashes
+from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
 from jaxpaged.core.sequence import Sequence

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from jaxpaged.core.cached_page import SHARED_SALT
 from jaxpaged.core.params import check_ids
 from jaxpaged.core.pinned import prefix_id_of
-from jaxpaged.core.prefix_cache import SHARED_SALT
 from jaxpaged.core.request import Pin
 from jaxpaged.engine.prefixes import ROOM_IS_GONE, compute_prefix
 from jaxpaged.engine.served import ServedEngine

@@ -1,6 +1,7 @@
-"""Pages of preempted sequences in host memory: who has how many, and what must be moved."""
+"""Pages in host memory: how many are whose, which sequences are swapped, what must be moved."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Literal
 
 from jaxpaged.core.limits import SchedulerLimits
@@ -12,10 +13,15 @@ from jaxpaged.core.sequence import SeqState, Sequence
 MOVE_WIDTHS = (8, 64)  # pages that move together; fewer are padded
 
 
+def _has_none() -> bool:
+    return False
+
+
 class HostTier:
     """Decides what is swapped out and counts host pages. Owned by the scheduler.
 
-    When it is full, the sequence that was swapped out first is dropped: it computes again.
+    When it is full, prefix pages go (`HostPrefixes`), and then the sequence that was swapped out
+    first is dropped: it computes again.
     """
 
     def __init__(self, limits: SchedulerLimits, pool: PagePool, local: LocalPages | None):
@@ -24,10 +30,16 @@ class HostTier:
         self._kept: OrderedDict[int, tuple[Sequence, int]] = OrderedDict()
         self._moves: list[PageMove] = []
         self.num_swaps = 0
+        self.num_prefix_pages = 0  # padding included, like those of sequences
+        self.make_room: Callable[[], bool] = _has_none  # drops prefix pages, if there are any
 
     @property
     def num_used_pages(self) -> int:
-        return sum([num_pages for _, num_pages in self._kept.values()])
+        return self.num_prefix_pages + sum([num_pages for _, num_pages in self._kept.values()])
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._limits.num_host_pages - self.num_used_pages
 
     @property
     def has_moves(self) -> bool:
@@ -38,8 +50,9 @@ class HostTier:
         needed = self._num_pages(seq)
         if not seq.num_computed_tokens or not self._pays(seq, needed):
             return False
-        while self.num_used_pages + needed > self._limits.num_host_pages:
-            self._drop_oldest()
+        while self.num_free_pages < needed:
+            if not self.make_room():
+                self._drop_oldest()
         num_pages = self._pool.pages_for(seq.num_computed_tokens)
         self._add_move("out", seq, 0, seq.page_ids[:num_pages])
         self._kept[seq.seq_id] = seq, needed
@@ -59,6 +72,10 @@ class HostTier:
         if self._kept.pop(seq.seq_id, None) is not None:
             self._add_move("drop", seq, 0, [])
 
+    def add_move(self, move: PageMove) -> None:
+        """To be made after those that are to be made already."""
+        self._moves.append(move)
+
     def take_moves(self) -> tuple[PageMove, ...]:
         """The moves that the plan being made begins with."""
         moves, self._moves = tuple(self._moves), []
@@ -68,7 +85,7 @@ class HostTier:
         self, kind: Literal["out", "in", "drop"], seq: Sequence, first: int, page_ids: list[int]
     ) -> None:
         local_ids = () if self._local is None else tuple(self._local.ids(page_ids))
-        self._moves.append(PageMove(kind, seq.seq_id, first, tuple(page_ids), local_ids))
+        self.add_move(PageMove(kind, seq.seq_id, first, tuple(page_ids), local_ids))
 
     def _pays(self, seq: Sequence, needed: int) -> bool:
         mode = self._limits.preemption_mode

@@ -1,7 +1,8 @@
 """Who holds which page."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from jaxpaged.errors import InvariantError
 
 
-def _nobody_listens(page_id: int) -> None:
+def _nobody_listens(page_id: object) -> None:
     pass
 
 
@@ -38,6 +39,8 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict: Callable[[int], None] = _nobody_listens  # told of cached pages taken
+        self.before_evict: Callable[[Seq[int]], None] = _nobody_listens
+        self.evict_group = 1  # cached pages that lose their content together
         self.local: Companions | None = None  # where layers with a window have their own pages
         self._blank = list(range(num_pages - 1, 0, -1))  # taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -96,18 +99,28 @@ class PagePool:
         first = max(len(self._blank) - num_pages, 0)
         taken = self._blank[first:]
         del self._blank[first:]
-        while len(taken) < num_pages:
-            page_id, _ = self._cached.popitem(last=False)
-            self._is_kept[page_id] = False
-            self.on_evict(page_id)
-            if self.local is not None:
-                self.local.forget(page_id)
-            taken.append(page_id)
+        if len(taken) < num_pages:
+            evicted = self._evict(num_pages - len(taken))
+            missing = num_pages - len(taken)
+            taken += evicted[:missing]
+            self._blank += evicted[missing:]
         for page_id in taken:
             self._num_holders[page_id] = 1
         if self.local is not None:
             self.local.begin(taken[num_bare:])
         return taken
+
+    def _evict(self, num_pages: int) -> list[int]:
+        """Take the oldest cached pages out, whole groups if there are so many."""
+        num_pages = min(-(-num_pages // self.evict_group) * self.evict_group, len(self._cached))
+        page_ids = [self._cached.popitem(last=False)[0] for _ in range(num_pages)]
+        self.before_evict(page_ids)
+        for page_id in page_ids:
+            self._is_kept[page_id] = False
+            self.on_evict(page_id)
+            if self.local is not None:
+                self.local.forget(page_id)
+        return page_ids
 
     def share(self, page_ids: Iterable[int]) -> None:
         """Add a holder to pages that are held or cached."""
@@ -119,7 +132,7 @@ class PagePool:
                 del cached[page_id]
             holders[page_id] += 1
 
-    def give_back(self, page_ids: Sequence[int]) -> None:
+    def give_back(self, page_ids: Seq[int]) -> None:
         """Remove a holder from one sequence's pages; of those, the last ones are evicted first."""
         for page_id in reversed(page_ids):
             if not self._num_holders[page_id]:
@@ -192,7 +205,7 @@ class PagePool:
                 f"page pool: pages {sorted(astray)} are free and wrongly kept or cached"
             )
 
-    def check_holders(self, page_lists: Iterable[Sequence[int]]) -> None:
+    def check_holders(self, page_lists: Iterable[Seq[int]]) -> None:
         """Compare the reference counts with the page lists of everyone who holds pages.
 
         Raises:

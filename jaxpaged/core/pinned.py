@@ -8,9 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxpaged.core.cached_page import SHARED_SALT
 from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.prefix_cache import SHARED_SALT, PrefixCache
+from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.core.sequence import Sequence as TokenSequence
 from jaxpaged.errors import RequestError

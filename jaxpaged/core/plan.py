@@ -55,12 +55,13 @@ class PageMove(NamedTuple):
     """A transfer between the page pool and host memory. Moves are made in the order given.
 
     `out` keeps copies of the pages under `seq_id`; `in` fills the pages with the kept ones from the
-    `first` on, and the kept ones are gone; `drop` lets them go. `local_ids` are the pages' local
-    pages, where there are any: 0 for a page that is moved without.
+    `first` on, and the kept ones are gone; `drop` lets them go. `fill` fills pages, too, 0 standing
+    for none, and the kept ones stay. `local_ids` are the pages' local pages, where there are any: 0
+    for a page that is moved without.
     """
 
-    kind: Literal["out", "in", "drop"]
-    seq_id: int
+    kind: Literal["out", "in", "drop", "fill"]
+    seq_id: int  # negative where they are no sequence's, but of the prefix cache
     first: int
     page_ids: tuple[int, ...]
     local_ids: tuple[int, ...] = ()

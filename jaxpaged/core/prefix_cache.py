@@ -1,57 +1,19 @@
 """Pages found again by all the tokens up to their end."""
 
-import hashlib
-from array import array
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import NamedTuple
 
+from jaxpaged.core.cached_page import (
+    SHARED_SALT,
+    Begun,
+    CachedPage,
+    parent_after,
+    token_bytes_of,
+)
+from jaxpaged.core.hashing import HASH_BITS, as_bytes, page_hashes, shortened
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.sequence import Parent, Sequence
 from jaxpaged.errors import InvariantError
-
-_HASH_BITS = 256
-_TOKEN_BYTES = 4
-
-SHARED_SALT = "\0shared"  # of prefixes that all may read; no client can name it
-
-
-def page_hashes(
-    token_ids: Seq[int], page_size: int, salt: str, known: Seq[bytes] = ()
-) -> list[bytes]:
-    """SHA-256 of every full page, chained: it covers all tokens up to the page's end, and the salt.
-
-    `known` are the hashes of the leading pages, already computed; the result begins with them.
-    Touches no shared state, so a tokenizer thread may call it: about 10 ms for 100,000 tokens.
-    """
-    hashes = list(known)
-    parent = hashes[-1] if hashes else hashlib.sha256(salt.encode()).digest()
-    data = as_bytes(token_ids[len(hashes) * page_size : len(token_ids) // page_size * page_size])
-    page_bytes = page_size * _TOKEN_BYTES
-    for start in range(0, len(data), page_bytes):
-        parent = hashlib.sha256(parent + data[start : start + page_bytes]).digest()
-        hashes.append(parent)
-    return hashes
-
-
-@dataclass(eq=False, slots=True)  # frozen, it would take four times as long to make
-class _Entry:
-    """A page that can be found. `prefix_id` names its content, all pages before it included."""
-
-    key: bytes
-    page_id: int
-    prefix_id: int
-    parent: Parent
-    token_bytes: bytes
-    is_shared: bool  # sequences of every salt may read it
-    step: int  # in whose plan it was registered
-
-
-class Begun(NamedTuple):
-    """A page whose first `num_tokens` tokens a sequence may copy."""
-
-    page_id: int
-    num_tokens: int
 
 
 class PrefixCache:
@@ -64,19 +26,20 @@ class PrefixCache:
     within a step every layer writes all KV before it attends.
     """
 
-    def __init__(self, pool: PagePool, hash_bits: int = _HASH_BITS):
+    def __init__(self, pool: PagePool, hash_bits: int = HASH_BITS):
         self.pool = pool
         self.num_query_tokens = 0  # tokens looked up at first admission
         self.num_hit_tokens = 0  # tokens of those that were found
         self._hash_bits = hash_bits
-        self._by_key: dict[bytes, _Entry] = {}
-        self._by_page: dict[int, _Entry] = {}
+        self._by_key: dict[bytes, CachedPage] = {}
+        self._by_page: dict[int, CachedPage] = {}
         # pages begun by sequences whose followers copy them: exact tokens only, no hash
         self._begun: dict[tuple[Parent, bytes], tuple[int, int]] = {}  # page id, step
         self._begun_keys: dict[int, tuple[Parent, bytes]] = {}
         self.step = 0  # number of the plan being made; a copy reads what earlier ones wrote
         self._longest_shared = 0  # pages; 0 while nobody registered a prefix for all
         self._last_prefix_id = 0  # ids are never used twice: a page's parent may be gone
+        self.on_lost: Callable[[CachedPage], None] = _nobody_listens  # told of pages off the device
         pool.on_evict = self._on_evict
 
     def __len__(self) -> int:
@@ -98,30 +61,30 @@ class PrefixCache:
         parent: Parent = seq.prefix if first else seq.request.cache_root
         for index in range(first, most):
             may_be_shared = index < self._longest_shared and isinstance(parent, tuple)
-            if not may_be_shared and self._hash_bits == _HASH_BITS:
+            if not may_be_shared and self._hash_bits == HASH_BITS:
                 found = self._find_plain(seq, index, most, parent)
                 if found is not None:
                     return page_ids + found
             entry = self._entry_at(seq, index, parent)
-            if entry is None:
+            if entry is None or not entry.page_id:
                 break
             page_ids.append(entry.page_id)
-            parent = _parent_after(entry, seq)
+            parent = parent_after(entry, seq)
         return page_ids
 
     def _find_plain(self, seq: Sequence, first: int, most: int, parent: Parent) -> list[int] | None:
         """Likewise where none is shared by all, thousands in 2 ms; None if tokens differ."""
         if len(seq.page_hashes) < most:
             self._extend_hashes(seq)
-        by_key, entries = self._by_key, list[_Entry]()
+        by_key, entries = self._by_key, list[CachedPage]()
         for key in seq.page_hashes[first:most]:
             entry = by_key.get(key)
-            if entry is None or entry.parent != parent:
+            if entry is None or entry.parent != parent or not entry.page_id:
                 break
             entries.append(entry)
             parent = entry.prefix_id
         start, end = (n * self.pool.page_size for n in (first, first + len(entries)))
-        if b"".join([entry.token_bytes for entry in entries]) != _token_bytes(seq, start, end):
+        if b"".join([entry.token_bytes for entry in entries]) != token_bytes_of(seq, start, end):
             return None
         return [entry.page_id for entry in entries]
 
@@ -133,10 +96,10 @@ class PrefixCache:
         start = len(page_ids) * page_size
         parent: Parent = seq.request.cache_root
         if page_ids:
-            parent = _parent_after(self._by_page[page_ids[-1]], seq)
+            parent = parent_after(self._by_page[page_ids[-1]], seq)
         if num_known - start == page_size:
             entry = self._entry_at(seq, len(page_ids), parent)
-            if entry is not None and entry.step < self.step:
+            if entry is not None and entry.page_id and entry.step < self.step:
                 return Begun(entry.page_id, page_size - 1)
         if not 1 < num_known - start <= page_size:
             return None  # with one token beyond the full pages there is nothing to copy
@@ -146,18 +109,50 @@ class PrefixCache:
                 return Begun(found[0], min(end, num_known - 1) - start)
         return None
 
-    def share(self, seq: Sequence, page_ids: list[int], num_tokens: int) -> None:
+    def find_off_device(self, seq: Sequence, page_ids: Seq[int]) -> list[CachedPage]:
+        """The pages in host memory that follow those that `find` found."""
+        found: list[CachedPage] = []
+        parent: Parent = seq.request.cache_root
+        if page_ids:
+            parent = parent_after(self._by_page[page_ids[-1]], seq)
+        for index in range(len(page_ids), (len(seq.token_ids) - 1) // self.pool.page_size):
+            page = self._entry_at(seq, index, parent)
+            if page is None or page.page_id:
+                break
+            found.append(page)
+            parent = parent_after(page, seq)
+        return found
+
+    def pages(self) -> Iterable[CachedPage]:
+        """All that can be found."""
+        return self._by_key.values()
+
+    def pages_of(self, page_ids: Iterable[int]) -> list[CachedPage]:
+        """What can be found of these pages of the pool."""
+        return [self._by_page[page_id] for page_id in page_ids if page_id in self._by_page]
+
+    def put_back(self, seq: Sequence, pages: Seq[CachedPage], page_ids: Iterable[int]) -> None:
+        """Pages are to be on the device again, as a sequence's own after its shared ones."""
+        for page, page_id in zip(pages, page_ids, strict=True):
+            self._enter_pool(page, page_id)
+        seq.num_registered_pages = seq.num_shared_pages = seq.num_shared_pages + len(pages)
+        seq.prefix = parent_after(pages[-1], seq)
+
+    def share(
+        self, seq: Sequence, page_ids: list[int], num_tokens: int, num_off_device: int = 0
+    ) -> None:
         """Give a sequence without pages the ones that `find` found for it.
 
-        What `num_tokens` counts beyond these comes from a copy, which the caller plans.
+        What `num_tokens` counts beyond these comes from a copy or from host memory, the latter
+        `num_off_device` tokens, which the caller plans.
         """
         seq.page_ids = []
         self.extend(seq, page_ids)
         seq.num_computed_tokens = num_tokens
         if seq.num_preemptions == 0:
             self.num_query_tokens += len(seq.token_ids)
-            self.num_hit_tokens += seq.num_computed_tokens
-            seq.num_cached_tokens = seq.num_computed_tokens
+            self.num_hit_tokens += num_tokens - num_off_device
+            seq.num_cached_tokens, seq.num_host_cached_tokens = num_tokens, num_off_device
 
     def extend(self, seq: Sequence, page_ids: list[int]) -> None:
         """Give a sequence pages that `find` found after its own, all of which are registered."""
@@ -166,7 +161,7 @@ class PrefixCache:
         seq.num_computed_tokens = len(seq.page_ids) * self.pool.page_size
         seq.num_registered_pages = seq.num_shared_pages = len(seq.page_ids)
         if page_ids:
-            seq.prefix = _parent_after(self._by_page[page_ids[-1]], seq)
+            seq.prefix = parent_after(self._by_page[page_ids[-1]], seq)
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full pages among the first `num_tokens` tokens findable.
@@ -208,9 +203,19 @@ class PrefixCache:
                 self._on_evict(page_id)
                 self.pool.forget(page_id)
 
+    def forget(self, page: CachedPage) -> None:
+        """Make a page unfindable, wherever it is."""
+        if page.page_id:
+            self.forget_pages([page.page_id])
+        else:
+            del self._by_key[page.key]
+            self.on_lost(page)
+
     def reset(self) -> None:
         """Forget all pages. Those that are held stay with their holders."""
         self.forget_pages([*self._by_page, *self._begun_keys])
+        for page in list(self._by_key.values()):
+            self.forget(page)
 
     def check(self) -> None:
         """Compare both directions and the pool's marks.
@@ -218,7 +223,7 @@ class PrefixCache:
         Raises:
             InvariantError: they disagree.
         """
-        if {entry.page_id for entry in self._by_key.values()} != self._by_page.keys():
+        if {page.page_id for page in self._by_key.values() if page.page_id} != self._by_page.keys():
             raise InvariantError("prefix cache: the two directions name different pages")
         if {page_id: key for key, (page_id, _) in self._begun.items()} != self._begun_keys:
             raise InvariantError("prefix cache: begun pages are named differently both ways")
@@ -233,18 +238,26 @@ class PrefixCache:
         entry = self._by_key.get(key)
         if entry is not None:
             if entry.parent == parent and entry.token_bytes == token_bytes:
+                if not entry.page_id:  # computed anew, for whatever reason
+                    self.on_lost(entry)
+                    entry.step = self.step
+                    self._enter_pool(entry, page_id)
                 return entry.prefix_id  # somebody else computed the same; this copy stays private
             # a collision, or a page that lost its parent: the newer one stays
-            self.forget_pages([entry.page_id])
+            self.forget(entry)
         self._last_prefix_id += 1
         is_shared = seq.request.cache_root[0] == SHARED_SALT
         prefix_id = self._last_prefix_id
-        entry = _Entry(key, page_id, prefix_id, parent, token_bytes, is_shared, self.step)
-        self._by_key[key] = self._by_page[page_id] = entry
-        self.pool.keep(page_id)
+        entry = CachedPage(key, page_id, prefix_id, parent, token_bytes, is_shared, self.step)
+        self._by_key[key] = entry
+        self._enter_pool(entry, page_id)
         return entry.prefix_id
 
-    def _entry_at(self, seq: Sequence, index: int, parent: Parent) -> _Entry | None:
+    def _enter_pool(self, page: CachedPage, page_id: int) -> None:
+        page.page_id, self._by_page[page_id] = page_id, page
+        self.pool.keep(page_id)
+
+    def _entry_at(self, seq: Sequence, index: int, parent: Parent) -> CachedPage | None:
         """The page with the sequence's tokens at `index` that follows `parent`."""
         token_bytes = self._page_bytes(seq, index)
         if index < self._longest_shared:
@@ -265,11 +278,13 @@ class PrefixCache:
 
     def _page_bytes(self, seq: Sequence, index: int) -> bytes:
         page_size = self.pool.page_size
-        return _token_bytes(seq, index * page_size, (index + 1) * page_size)
+        return token_bytes_of(seq, index * page_size, (index + 1) * page_size)
 
     def _on_evict(self, page_id: int) -> None:
         entry = self._by_page.pop(page_id, None)
-        if entry is not None:
+        if entry is not None and entry.chunk_id:
+            entry.page_id = 0
+        elif entry is not None:
             del self._by_key[entry.key]
         key = self._begun_keys.pop(page_id, None)
         if key is not None:
@@ -289,31 +304,12 @@ class PrefixCache:
         return seq.shared_hashes[index]
 
     def _key(self, page_hash: bytes) -> bytes:
-        if self._hash_bits == _HASH_BITS:
-            return page_hash
-        short = int.from_bytes(page_hash, "big") >> (_HASH_BITS - self._hash_bits)
-        return short.to_bytes(_HASH_BITS // 8, "big")
+        return shortened(page_hash, self._hash_bits)
 
 
-def as_bytes(token_ids: Seq[int]) -> bytes:
-    """Token ids as the cache compares them, four bytes each."""
-    return array("i", token_ids).tobytes()
-
-
-def _token_bytes(seq: Sequence, start: int, end: int) -> bytes:
-    """Some of its tokens; of a prompt that came with its bytes they are a slice."""
-    known = seq.request.prompt_bytes
-    if end * _TOKEN_BYTES <= len(known):
-        return known[start * _TOKEN_BYTES : end * _TOKEN_BYTES]
-    return as_bytes(seq.token_ids[start:end])
+def _nobody_listens(page: CachedPage) -> None:
+    pass
 
 
 def _seed(cache_salt: str, adapter_id: str) -> str:
     return f"{adapter_id}\0{cache_salt}" if adapter_id else cache_salt
-
-
-def _parent_after(entry: _Entry, seq: Sequence) -> Parent:
-    """What the sequence's own page after this one follows."""
-    if entry.is_shared and seq.request.cache_root[0] != SHARED_SALT:
-        return entry.prefix_id, seq.request.cache_root
-    return entry.prefix_id

@@ -1,16 +1,19 @@
 """What a sequence need not compute, because another one did or will."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from jaxpaged.core.cached_page import Begun, CachedPage
 from jaxpaged.core.forks import Forks
+from jaxpaged.core.host_prefixes import HostPrefixes
 from jaxpaged.core.host_tier import HostTier
 from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.pinned import PinnedPrefixes
 from jaxpaged.core.plan import PlanDraft
-from jaxpaged.core.prefix_cache import Begun, PrefixCache
+from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import RequestError
 
@@ -22,6 +25,7 @@ class Hit:
     page_ids: list[int]
     begun: Begun | None
     num_tokens: int  # that are in all of these, or come back from host memory
+    off_device: Seq[CachedPage] = ()  # full pages that follow and come back from there
 
 
 _MISS = Hit([], None, 0)
@@ -45,6 +49,9 @@ class PageReuse:
     ):
         self._limits, self._pool, self._cache, self._local = limits, pool, cache, local
         self.forks, self.tier = Forks(), HostTier(limits, pool, local)
+        self.host: HostPrefixes | None = None
+        if limits.num_host_pages and limits.enable_prefix_caching and local is None:
+            self.host = HostPrefixes(self.tier, pool, cache)
         most_pinned = pool.num_usable - pool.pages_for(limits.max_model_len)
         self.pinned = PinnedPrefixes(pool, cache, most_pinned, local)
         # chunks of whole pages: where they end, another with the same prompt can take over
@@ -93,6 +100,10 @@ class PageReuse:
             return Hit(page_ids, None, max(num_tokens, seq.num_computed_tokens))
         if not may_read:
             return _MISS
+        pages = self.host.find(seq, page_ids) if self.host else ()
+        if pages:
+            num_tokens += len(pages) * self._pool.page_size
+            return Hit(page_ids, None, num_tokens, pages)
         begun = self._cache.find_begun(seq, page_ids) if seq.request.copies_begun_page else None
         if begun and self._local is not None and not self._local.has(begun.page_id):
             begun = None
@@ -139,7 +150,10 @@ class PageReuse:
         Their sources are held until `end_plan`, so that this step writes to none of them.
         """
         was_swapped = seq.state is SeqState.SWAPPED
-        self._cache.share(seq, hit.page_ids, hit.num_tokens)
+        num_off_device = len(hit.off_device) * self._pool.page_size
+        self._cache.share(seq, hit.page_ids, hit.num_tokens, num_off_device)
+        if self.host:
+            self.host.claim(hit.off_device)
         begun, num_shared, num_bare = hit.begun, len(hit.page_ids), 0
         if begun:
             self._pool.share([begun.page_id])
@@ -147,6 +161,9 @@ class PageReuse:
             num_bare = self._local.enter(seq, hit.num_tokens)
             self._local.hold([begun.page_id] if begun else [])
         seq.page_ids += self._pool.take(self._pool.pages_for(num_tokens) - num_shared, num_bare)
+        if self.host and hit.off_device:
+            page_ids = seq.page_ids[num_shared : num_shared + len(hit.off_device)]
+            self.host.bring_back(seq, hit.off_device, page_ids)
         if was_swapped:
             self.tier.brings_back(seq, num_shared, hit.num_tokens)
         if begun:
@@ -208,6 +225,12 @@ class PageReuse:
             draft.local_copies += pairs
             self._local.release(sources)
         self._pool.give_back(sources)
+
+    def check_cache(self) -> None:
+        """Compare what can be found with where it is. Raises InvariantError."""
+        self._cache.check()
+        if self.host is not None:
+            self.host.check()
 
     def _may_read(self, seq: Sequence) -> bool:
         params = seq.request.params

@@ -187,7 +187,7 @@ class Scheduler:
         self.pool.check_holders([holder.page_ids for holder in holders])
         if self.local is not None:
             self.local.check(self.pool, holders)
-        self.cache.check()
+        self._reuse.check_cache()
         check_states(self.running, list(self._waiting), self._free_slots, self.limits.max_num_seqs)
 
     def _settle(self, row: PlannedRow, num_done: int, cause: StopCause | None) -> Sequence:

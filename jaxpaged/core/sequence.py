@@ -51,6 +51,7 @@ class Sequence:
     state: SeqState = SeqState.WAITING
     slot: int | None = None  # row in DeviceState while RUNNING
     num_cached_tokens: int = 0  # found in the prefix cache at first admission
+    num_host_cached_tokens: int = 0  # of these, the ones that came back from host memory
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None

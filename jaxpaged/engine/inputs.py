@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from jaxpaged.core.hashing import as_bytes, page_hashes
 from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
-from jaxpaged.core.prefix_cache import as_bytes, page_hashes
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.core.structured import ReasoningMarks
 from jaxpaged.errors import PromptTooLong, RequestError

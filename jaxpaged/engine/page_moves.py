@@ -58,7 +58,8 @@ class PageMover:
 
     def __init__(self, program: Callable[[str, int], Any], kinds: PageKinds):
         self._program, self._kinds = program, kinds
-        self._kept: dict[int, list[jax.Array]] = {}  # by sequence, each of a width of MOVE_WIDTHS
+        # by sequence or part of the prefix cache, each of a width of MOVE_WIDTHS
+        self._kept: dict[int, list[jax.Array]] = {}
 
     def copy(self, kv_pages: Pool, copies: Pairs, local_copies: Pairs = ()) -> Pool:
         """Each second page becomes a copy of the first; no page is in both places."""
@@ -72,8 +73,10 @@ class PageMover:
             if move.kind == "out":
                 self._kept[move.seq_id] = self._swap_out(kv_pages, move)
                 continue
-            chunks = self._kept.pop(move.seq_id)
-            if move.kind == "in":
+            chunks = self._kept[move.seq_id]
+            if move.kind != "fill":
+                del self._kept[move.seq_id]
+            if move.kind != "drop":
                 kv_pages = self._swap_in(kv_pages, chunks, move)
         return kv_pages
 

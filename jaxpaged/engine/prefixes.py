@@ -2,9 +2,9 @@
 
 from contextlib import aclosing
 
+from jaxpaged.core.cached_page import SHARED_SALT
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.pinned import PinnedPrefixes, WarmPrefix, prefix_id_of
-from jaxpaged.core.prefix_cache import SHARED_SALT
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.outputs import RequestOutput

@@ -168,8 +168,11 @@ class FakeDevice:
             assert move.seq_id not in host
             host[move.seq_id] = pages[page_ids].copy()
             return
-        kept = host.pop(move.seq_id)
-        if move.kind == "in":
+        kept = host[move.seq_id] if move.kind == "fill" else host.pop(move.seq_id)
+        if move.kind == "fill":
+            for row, page_id in enumerate(page_ids):
+                pages[page_id or 0] = kept[row] if page_id else pages[0]
+        elif move.kind == "in":
             last = move.first + len(page_ids)
             assert last <= len(kept) or not page_ids
             pages[page_ids] = kept[move.first : last]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpaged.core.prefix_cache import SHARED_SALT
+from jaxpaged.core.cached_page import SHARED_SALT
 from jaxpaged.core.request import Pin
 from jaxpaged.errors import RequestError
 from tests.core.fake_device import Loop, add, make_scheduler, make_sequence, prompt, shares

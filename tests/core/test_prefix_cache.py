@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.core.hashing import as_bytes, page_hashes
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.prefix_cache import PrefixCache, as_bytes, page_hashes
+from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.errors import InvariantError
 from tests.core.fake_device import make_sequence
 

@@ -212,6 +212,6 @@ def test_a_preemption_storm_ends_with_the_right_tokens(policy, mode, num_host_pa
     assert loop.scheduler.num_preemptions >= 50
     num_swaps = loop.scheduler.tier.num_swaps
     assert (num_swaps >= 50) == (mode == "swap")
-    assert not loop.device.host
+    assert not [key for key in loop.device.host if key >= 0]  # those below are prefix pages
     for (seq,) in seqs:
         assert outcome(seq) == generate_alone(seq.request, MAX_LEN)

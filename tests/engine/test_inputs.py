@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from jaxpaged.config.flags import config_from_keywords
+from jaxpaged.core.hashing import page_hashes
 from jaxpaged.core.logit_edits import row_edits
 from jaxpaged.core.params import MAX_BIASES, SamplingParams
-from jaxpaged.core.prefix_cache import page_hashes
 from jaxpaged.core.sequence import Sequence
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.errors import ConfigError
