@@ -37,7 +37,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by seq_id, oldest first
         self._reuse = PageReuse(limits, pool, cache, local)
         self._forks, self.pinned = self._reuse.forks, self._reuse.pinned
-        self.tier = self._reuse.tier
+        self.tier, self.host_prefixes = self._reuse.tier, self._reuse.host
         self._waiting = make_layers(limits.scheduling_policy, self._reuse.num_uncached)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._scored_was_left_out = False

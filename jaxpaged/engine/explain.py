@@ -60,6 +60,7 @@ class Explanations:
             "finish_reason": seq.finish_reason,
             "waits_for": waits_for,
             "cached_tokens": seq.num_cached_tokens,
+            "host_cached_tokens": seq.num_host_cached_tokens,
             "completion_tokens": len(seq.token_ids) - seq.num_prompt_tokens,
             "preemptions": seq.num_preemptions,
             "seconds": _seconds(stream),
