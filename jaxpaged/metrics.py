@@ -41,6 +41,7 @@ class FinishedSequence:
     queue_s: float | None
     prefill_s: float | None  # from first scheduled to first token
     decode_s: float | None  # from first token to last
+    num_host_cached_tokens: int = 0  # of those found, the ones that came back from host memory
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,9 @@ class EngineMetrics:
         self._num_answers = self._histogram("request_params_n", "", FEW)
         self._preempted = self._histogram("request_num_preemptions", "of a sequence", (0, *FEW))
         self._cached = self._counter("prompt_tokens_cached", "prompt tokens found in the cache")
+        self._cached_by_source = self._counters(
+            "prompt_tokens_cached_by_source", "prompt tokens found, by where", "source"
+        )
         self._by_source = self._counters("prompt_tokens_by_source", "prompt tokens", "source")
         self._rejections = self._counters(
             "admission_rejections", "refused: too much waits", "reason", LIMITS
@@ -200,9 +204,13 @@ class EngineMetrics:
         self._computed_lens.observe(computed)
         self._preempted.observe(done.num_preemptions)
         self._cached.inc(done.num_cached_tokens)
+        of_device = done.num_cached_tokens - done.num_host_cached_tokens
+        for source, num in (("device", of_device), ("host", done.num_host_cached_tokens)):
+            self._cached_by_source.labels(**self._labels, source=source).inc(num)
         for source, num in (
             ("local_compute", computed),
-            ("local_cache_hit", done.num_cached_tokens),
+            ("local_cache_hit", done.num_cached_tokens - done.num_host_cached_tokens),
+            ("external_kv_transfer", done.num_host_cached_tokens),
         ):
             self._by_source.labels(**self._labels, source=source).inc(num)
         self._max_tokens.observe(done.max_tokens)

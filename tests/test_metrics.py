@@ -33,6 +33,16 @@ def test_a_finished_sequence_is_told_under_the_names_that_dashboards_know():
     assert value(metrics, "request_num_preemptions_sum") == 3
 
 
+def test_tokens_from_host_memory_are_told_apart():
+    metrics = EngineMetrics("m", 1000)
+    metrics.finished(replace(DONE, num_host_cached_tokens=16))
+    for name, sources in {
+        "prompt_tokens_by_source_total": {"local_cache_hit": 48, "external_kv_transfer": 16},
+        "prompt_tokens_cached_by_source_total": {"device": 48, "host": 16},
+    }.items():
+        assert {source: value(metrics, name, source=source) for source in sources} == sources
+
+
 def test_requests_and_refusals_are_counted():
     metrics = EngineMetrics("m", 1000)
     metrics.request_ended([3, 8, 5])

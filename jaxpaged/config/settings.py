@@ -117,7 +117,7 @@ class CacheSettings:
     cpu_kvcache_space: float = setting(1.0, "GiB of the page pool where there is no GPU")
     swap_space: float = setting(
         0.0,
-        "GiB of host memory for pages of preempted sequences",
+        "GiB of host memory for pages of preempted sequences and evicted prefixes",
         aliases=("--kv-offloading-size",),
     )
 

@@ -120,6 +120,7 @@ class Stream:
             reason=seq.finish_reason or "abort",
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens,
+            num_host_cached_tokens=seq.num_host_cached_tokens,
             num_preemptions=seq.num_preemptions,
             num_output_tokens=len(seq.output_token_ids),
             max_tokens=seq.request.max_tokens,

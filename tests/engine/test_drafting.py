@@ -42,9 +42,9 @@ def stranger(parts):
     def other(x):
         return jax.device_put(random.normal(0, 1 / 8, x.shape).astype(x.dtype), x.sharding)
 
-    runner.all_params = before | {DRAFT: jax.tree.map(other, before[DRAFT])}
+    runner.update_params(before | {DRAFT: jax.tree.map(other, before[DRAFT])})
     yield
-    runner.all_params = before
+    runner.update_params(before)
 
 
 def guessing(parts, **fields):
