@@ -153,8 +153,9 @@ def test_a_prompt_gets_its_tokens_cold_warm_eight_at_once_evicted_and_swapped(pa
             cached = {output.num_cached_tokens for output in found}
             assert cached == {(length - 1) // PAGE_SIZE * PAGE_SIZE}
         run(others(4))
-        (evicted,) = run([prompt])
-        assert evicted.num_cached_tokens == 0
+        (evicted,) = run([prompt])  # from host memory, where eviction took its pages
+        if hash_bits == 256:
+            assert {evicted.num_cached_tokens} == cached
         num_swaps = engine.scheduler.tier.num_swaps
         swapped = run([*others(2), prompt])[2]
         assert engine.scheduler.tier.num_swaps > num_swaps
@@ -172,13 +173,12 @@ def test_the_tokens_of_different_prompts_differ(parts_r):
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) >= 19
 
 
-@pytest.mark.parametrize("hash_bits", [256, 4])
-def test_evicted_prefix_pages_come_back_from_host_memory_with_the_same_tokens(parts_r, hash_bits):
+def test_evicted_prefix_pages_come_back_from_host_memory_with_the_same_tokens(parts_r):
     random = np.random.default_rng(6)
     params = SamplingParams(
         temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2, explain=True
     )
-    engine = TinyEngine(parts_r, num_pages=1 + 9, num_host_pages=64, hash_bits=hash_bits)
+    engine = TinyEngine(parts_r, num_pages=1 + 9, num_host_pages=64)
     tally = Tally()
 
     def run(prompt):
@@ -191,15 +191,14 @@ def test_evicted_prefix_pages_come_back_from_host_memory_with_the_same_tokens(pa
             run(random.integers(0, 255, 40).tolist())
         back, again = run(prompt), run(prompt)
         told = engine.llm.explanation(back.request_id)["answers"][0]
-        if hash_bits == 256:  # shorter hashes collide, and a collision is a miss
-            whole = (length - 1) // PAGE_SIZE * PAGE_SIZE
-            assert back.num_cached_tokens == warm.num_cached_tokens == whole
-            assert told["host_cached_tokens"] == whole
+        whole = (length - 1) // PAGE_SIZE * PAGE_SIZE
+        assert back.num_cached_tokens == warm.num_cached_tokens == whole
+        assert told["host_cached_tokens"] == whole
         for got in (warm, back, again):
             compare(got, cold, tally)
     host = engine.scheduler.host_prefixes
     assert host.num_stored
-    assert host.num_loaded or hash_bits == 4
+    assert host.num_loaded
     assert len(tally.close_calls) <= max(1, 0.005 * tally.steps)
     engine.llm.reset_prefix_cache()
     assert host.num_pages == engine.scheduler.tier.num_used_pages == 0
