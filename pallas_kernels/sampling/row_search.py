@@ -3,13 +3,14 @@
 What is done between two looks: arithmetic on single numbers, the same in the kernel and elsewhere.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-TRIES = 7  # thresholds of a look
+TRIES = 8  # thresholds of a look
 LOWEST = -3.4028234663852886e38  # the lowest finite float: a banned token lies below it
 MAX_EXPONENT = 100.0  # of a mass, so that no sum of masses is infinite
 _TOO_HIGH = 64.0  # the best token lies this far over the reference: look again
@@ -53,59 +54,62 @@ class Seen(NamedTuple):
     overflows: Bool[Array, ""]  # more is to be held than there is room for
 
 
-class State(NamedTuple):
-    look: Look  # the next
+class _State(NamedTuple):
+    look: Look
     over: Number  # the weight above `look.high`
     wanted: Number
     best: Number
-    floor: Number  # min-p keeps nothing below
     held_low: Number  # every logit between these two is held
     held_high: Number
-    num_looks: Number
+    num_looks: Int32[Array, ""]
     is_fresh: Bool[Array, ""]  # the mass of which top-p is a share is not yet summed
     is_done: Bool[Array, ""]
 
 
-def begin(asked: Asked, sampled: tuple[Number, ...], reference: Number) -> State:
-    """Before the first look, which is at everything.
-
-    That look has all tries in one if it counts: what top-k keeps should be held after it.
+def find_threshold(
+    asked: Asked,
+    sampled: tuple[Number, ...],
+    reference: Number,
+    look: Callable[[Look, Int32[Array, ""]], Seen],
+) -> Number:
+    """The least logit that the row keeps, or -inf if it filters nothing.
 
     Args:
         sampled: first tries, from a sample of the row; any finite values do. The part of the row
             from the first on is held.
         reference: a logit near the best.
+        look: how to look; it is told how many looks there were before.
     """
     counts = asked.top_k > 0
-    zero = jnp.float32(0)
-    look = Look(
+    first = Look(
         low=jnp.float32(LOWEST),
         high=jnp.float32(jnp.inf),
         hold_from=sampled[0],
         reference=reference,
-        tries=tuple(jnp.where(counts, sampled[0], one) for one in sampled),
-        by_mass=~counts & (asked.top_p < 1),
+        tries=sampled,
+        by_mass=~counts,
         at_all=jnp.bool_(True),
         at_held=jnp.bool_(False),
         narrows=jnp.bool_(False),
     )
-    return State(
-        look=look,
+    zero = jnp.float32(0)
+    state = _State(
+        look=first,
         over=zero,
         wanted=asked.top_k,
         best=zero,
-        floor=jnp.float32(LOWEST),
         held_low=zero,
         held_high=zero,
-        num_looks=zero,
+        num_looks=jnp.int32(0),
         is_fresh=~counts,
         is_done=~filters(asked),
     )
 
+    def step(state: _State) -> _State:
+        return _conclude(asked, state, look(state.look, state.num_looks))
 
-def threshold(asked: Asked, low: Number) -> Number:
-    """The least logit that the row keeps, given `look.low` at the end; -inf if it keeps all."""
-    return jnp.where(filters(asked), low, -jnp.inf)
+    state = lax.while_loop(lambda state: ~state.is_done, step, state)
+    return jnp.where(filters(asked), state.look.low, -jnp.inf)
 
 
 def filters(asked: Asked) -> Bool[Array, ""]:
@@ -113,19 +117,17 @@ def filters(asked: Asked) -> Bool[Array, ""]:
     return (asked.top_k > 0) | (asked.top_p < 1) | (asked.min_p > 0)
 
 
-def conclude(asked: Asked, state: State, seen: Seen) -> State:
+def _conclude(asked: Asked, state: _State, seen: Seen) -> _State:
     """From one look to the next."""
     look = state.look
-    best, floor = lax.cond(
-        look.at_all,
-        lambda: (seen.highest, _floor(asked, seen.highest)),
-        lambda: (state.best, state.floor),
-    )
+    best = jnp.where(look.at_all, seen.highest, state.best)
+    floor = jnp.where(asked.min_p > 0, _floor(asked, best), LOWEST)
     repeats = look.at_all & look.by_mass & ((best - look.reference) * asked.scale > _TOO_HIGH)
     # top-p is a share of what min-p leaves: unknown before the best token is known
-    restarts = look.at_all & (asked.top_k == 0) & (asked.min_p > 0) & ~repeats
-    low, high, over, wanted, is_narrow = _narrowed(asked, state, seen)
-    settled = ~repeats & ~restarts & is_narrow
+    restarts = look.at_all & look.by_mass & (asked.min_p > 0) & ~repeats
+    low, high, over, wanted = _narrowed(asked, state, seen)
+    few = state.over + seen.total < wanted  # fewer tokens than top-k asks for
+    settled = ~repeats & ~restarts & ((low >= high) | few)
     turns = settled & ~look.by_mass & (asked.top_p < 1)  # from counting to summing
     ends = (settled & ~turns) | (restarts & (asked.top_p >= 1))
 
@@ -134,28 +136,26 @@ def conclude(asked: Asked, state: State, seen: Seen) -> State:
     low = jnp.where(settled & ~look.by_mass, jnp.maximum(low, floor), low)
     high = jnp.where(repeats, look.high, jnp.where(begins, best, high))
     held_low, held_high = _held(state, seen)
+    held = (low >= held_low) & (high <= held_high) & ~repeats
     by_mass = look.by_mass | turns
-    tries = tuple(
-        jnp.where(repeats, old, new)
-        for old, new in zip(look.tries, _tries_between(low, high), strict=True)
-    )
-    following = Look(
-        low=low,
-        high=high,
-        hold_from=jnp.where(repeats, look.hold_from, low),
-        reference=jnp.where(repeats | begins, best, look.reference),
-        tries=tries,
-        by_mass=by_mass,
-        at_all=repeats,
-        at_held=(low >= held_low) & (high <= held_high) & ~repeats,
-        narrows=by_mass | (asked.top_p >= 1),
-    )
-    return State(
-        look=following,
+    tries = _tries_between(low, high)
+    return _State(
+        look=Look(
+            low=low,
+            high=high,
+            hold_from=jnp.where(repeats, look.hold_from, low),
+            reference=jnp.where(repeats | begins, best, look.reference),
+            tries=tuple(
+                jnp.where(repeats, old, new) for old, new in zip(look.tries, tries, strict=True)
+            ),
+            by_mass=by_mass,
+            at_all=repeats,
+            at_held=held,
+            narrows=by_mass | (asked.top_p >= 1),
+        ),
         over=jnp.where(repeats | begins, 0.0, over),
         wanted=wanted,
         best=best,
-        floor=floor,
         held_low=held_low,
         held_high=held_high,
         num_looks=state.num_looks + 1,
@@ -164,33 +164,22 @@ def conclude(asked: Asked, state: State, seen: Seen) -> State:
     )
 
 
-def _narrowed(
-    asked: Asked, state: State, seen: Seen
-) -> tuple[Number, Number, Number, Number, Bool[Array, ""]]:
-    """low, high, over and wanted after a look, and whether no other threshold is left than low."""
+def _narrowed(asked: Asked, state: _State, seen: Seen) -> tuple[Number, Number, Number, Number]:
+    """low, high, over and wanted after a look."""
     look = state.look
-    everything = state.over + seen.total
     wanted = jnp.where(state.is_fresh, asked.top_p * seen.total, state.wanted)
-    low, over, from_low = look.low, state.over, everything
-    lacking, lacks = jnp.float32(jnp.inf), jnp.bool_(False)  # the lowest try that keeps too little
+    low, high, over = look.low, look.high, state.over
     for one, amount in zip(look.tries, seen.amounts, strict=True):
         all_from = state.over + amount
         enough = all_from >= wanted
         low = jnp.where(enough, jnp.maximum(low, one), low)
-        from_low = jnp.where(enough, jnp.minimum(from_low, all_from), from_low)
-        lacking = jnp.where(enough, lacking, jnp.minimum(lacking, one))
+        high = jnp.where(enough, high, jnp.minimum(high, _value_of(_key_of(one) - 1)))
         over = jnp.where(enough, over, jnp.maximum(over, all_from))
-        lacks |= ~enough
-    high = jnp.minimum(look.high, _value_of(_key_of(lacking) - 1))
-    high = jnp.where(lacks, high, look.high)
     # ending at logits that exist, ties are settled at once
-    low, high = jnp.maximum(low, seen.lowest), jnp.minimum(high, seen.highest)
-    few = everything < wanted  # fewer tokens than top-k asks for
-    is_one = ~look.by_mass & (from_low - over <= 1)  # token
-    return low, high, over, wanted, (low >= high) | few | is_one
+    return jnp.maximum(low, seen.lowest), jnp.minimum(high, seen.highest), over, wanted
 
 
-def _held(state: State, seen: Seen) -> tuple[Number, Number]:
+def _held(state: _State, seen: Seen) -> tuple[Number, Number]:
     """Between which two all logits are held after a look; nowhere if the first is the higher."""
     look = state.look
     low = jnp.where(seen.overflows, jnp.inf, look.hold_from)
@@ -211,19 +200,16 @@ def _floor(asked: Asked, best: Number) -> Number:
         key = jnp.where(is_kept(_value_of(key - 1)), key - 1, key)
     for _ in range(2):
         key = jnp.where(is_kept(_value_of(key)), key, key + 1)
-    floor = jnp.clip(_value_of(key), LOWEST, jnp.maximum(best, LOWEST))
-    return jnp.where(asked.min_p > 0, floor, LOWEST)
+    return jnp.clip(_value_of(key), LOWEST, jnp.maximum(best, LOWEST))
 
 
 def _tries_between(low: Number, high: Number) -> tuple[Number, ...]:
     """Even ones, and the middle in the order of all floats, which bounds the number of looks."""
+    even = [_key_of(low + (high - low) * (i / TRIES)) for i in range(1, TRIES)]
     low_key, high_key = _key_of(low), _key_of(high)
-    middle = _value_of((low_key >> 1) + (high_key >> 1))  # the sum of two may not fit 31 bits
-    first = _value_of(jnp.minimum(low_key + 1, high_key))
-    even = [low + (high - low) * (i / TRIES) for i in range(1, TRIES)]
-    # between two that are infinite the even ones are NaN, which no comparison takes for larger
-    over_low = [jnp.where(one > first, one, first) for one in [*even, middle]]
-    return tuple(jnp.where(one < high, one, high) for one in over_low)
+    middle = (low_key >> 1) + (high_key >> 1)  # the sum of two keys may not fit 31 bits
+    first = jnp.minimum(low_key + 1, high_key)
+    return tuple(_value_of(jnp.minimum(jnp.maximum(k, first), high_key)) for k in [*even, middle])
 
 
 def _key_of(value: Number) -> Int32[Array, ""]:
