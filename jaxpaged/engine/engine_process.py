@@ -65,7 +65,10 @@ class EngineProcess:
             connection.send(start)
             found = await meanwhile
             ready = await connection.ready
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, EngineStopped):  # it is writing why it ends
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(process.wait, CLOSE_S)
             process.kill()
             process.wait()
             raise

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-import jaxpaged
 import pallas_kernels
 
 log = logging.getLogger(__name__)
@@ -132,7 +131,8 @@ def source_digest() -> str:
     """SHA-256 of every source file that a step is traced from."""
     digest = hashlib.sha256()
     roots = [Path(pallas_kernels.__file__).parent]
-    roots += [Path(jaxpaged.__file__).parent / part for part in SOURCES]
+    ours = Path(__file__).parent.parent  # a folder `jaxpaged` that is no package may hide the name
+    roots += [ours / part for part in SOURCES]
     for root in roots:
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -145,6 +145,13 @@ async def test_a_model_that_is_not_there_starts_no_process(tmp_path):
         await RemoteLLM.start(EngineConfig(model=ModelSettings(str(tmp_path / "none"))))
 
 
+async def test_what_ends_a_start_is_told_to_the_end(tmp_path, capfd):
+    config = EngineConfig(model=ModelSettings(str(write_model("S", tmp_path))))
+    with pytest.raises(EngineStopped):
+        await RemoteLLM.start(config, module="tests.support.dying_worker")
+    assert capfd.readouterr().err.endswith("no memory left\n")
+
+
 def test_the_process_ends_when_its_front_is_killed(tmp_path):
     folder = write_model("S", tmp_path)
     code = (

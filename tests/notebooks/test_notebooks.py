@@ -67,7 +67,7 @@ def imported(node: ast.AST) -> list[str]:
 
 @pytest.fixture
 def tiny_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # programs of this run die with it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # programs die with this run
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiles in half the time
     return write_model("R", tmp_path)
 
