@@ -1,4 +1,4 @@
-"""Every family on two, four and eight devices, and every kind of work on two: as on one."""
+"""Every family on several devices, split or in stages, and every kind of work on two: as on one."""
 
 from dataclasses import replace
 
@@ -55,20 +55,26 @@ def family(request, tmp_path_factory):
     """A model's folder, and what one device says."""
     name = request.param
     folder = write_variant(name, tmp_path_factory.mktemp(name), **VARIANTS[name])
-    return folder, run(folder, 1)
+    return folder, run(folder)
 
 
-def run(folder, num_devices):
-    settings = {"skip_tokenizer_init": True, "tensor_parallel_size": num_devices}
-    engine = TinyEngine(tiny_parts(folder, **settings), token_budget=32)
+def run(folder, **sizes):
+    engine = TinyEngine(tiny_parts(folder, skip_tokenizer_init=True, **sizes), token_budget=32)
     return engine.generate([prompt for prompt, _ in JOBS], [params for _, params in JOBS])
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
-def test_a_family_on_a_mesh_gives_the_tokens_of_one_device(family, num_devices):
+TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{TENSOR: 2}, {TENSOR: 4}, {TENSOR: 8}, {PIPELINE: 2}],
+    ids=lambda sizes: "".join(f"{name[0]}p{size}" for name, size in sizes.items()),
+)
+def test_a_family_on_several_devices_gives_the_tokens_of_one(family, sizes):
     folder, alone = family
     tally = Tally()
-    found = run(folder, num_devices)
+    found = run(folder, **sizes)
     for got, want in zip(found, alone, strict=True):
         compare(got, want, tally)
     assert not tally.close_calls
