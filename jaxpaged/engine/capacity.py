@@ -17,12 +17,10 @@ from jaxpaged.arrays import Params
 from jaxpaged.config.architecture import LayerKind, ModelConfig
 from jaxpaged.config.settings import EngineConfig, ParallelSettings
 from jaxpaged.engine.local_capacity import (
+    PageNeeds,
     PoolSizes,
     layer_kinds_of,
-    least_pages_of_one,
     page_bytes,
-    share_pool,
-    useful_pages,
 )
 from jaxpaged.engine.memory import GIB, DeviceMemory
 from jaxpaged.engine.workspace import trial_bytes, workspace_bytes
@@ -65,10 +63,10 @@ class MemoryPlan:
     @cached_property
     def pools(self) -> PoolSizes:
         """Pages and local pages."""
-        memory = self.num_pages * self.page
         model = dataclasses.replace(self.model, layer_kinds=self.layer_kinds)
-        sizes = model, self.page_size, self.max_num_seqs, self.max_num_batched_tokens
-        return share_pool(memory, self.page, *sizes, self.draft_page)
+        sizes = self.page_size, self.max_num_seqs, self.max_num_batched_tokens
+        needs = PageNeeds(self.page, model, *sizes, self.draft_page)
+        return needs.share_pool(self.num_pages * self.page)
 
     @property
     def room(self) -> int:
@@ -222,11 +220,8 @@ def _plan(
     draft_share = None if draft is None else share_of(draft, config.parallel)
     draft_page = 0 if draft_share is None else page_bytes(draft_share, cache.page_size, dtype)
     page = page_bytes(share, cache.page_size, dtype) + draft_page
-    full = -(-model.max_len // cache.page_size)
-    most_useful, least = 1 + max_num_seqs * full, 1 + full
-    if model.local_window is not None:
-        sizes = page, share, cache.page_size, max_num_seqs, budget, draft_page
-        most_useful, least = useful_pages(*sizes), least_pages_of_one(*sizes)
+    needs = PageNeeds(page, share, cache.page_size, max_num_seqs, budget, draft_page)
+    most_useful = needs.most_useful
     num_stages = config.parallel.pipeline_parallel_size
     shares = [one for one in (share, draft_share) if one is not None]
     sizes = dtype, budget, max_num_seqs
@@ -247,7 +242,7 @@ def _plan(
         page=page,
         num_pages=most_useful,
         num_scheduler_steps=_num_scheduler_steps(config, weights, device),
-        least_pages=least if is_fixed else min(LEAST_PAGES, most_useful),
+        least_pages=needs.least_of_one if is_fixed else min(LEAST_PAGES, most_useful),
         layer_kinds=share.layer_kinds,
         draft_page=draft_page,
     )

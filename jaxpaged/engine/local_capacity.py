@@ -1,6 +1,7 @@
 """How a pool's memory is shared between layers that see all and layers with a window."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -49,18 +50,6 @@ class _Shape:
     window: int  # local pages of one that decodes
     chunk: int  # and more of one whose prompt is being computed
 
-    @classmethod
-    def of(
-        cls, page: int, model: ModelConfig, page_size: int, budget: int, draft_page: int
-    ) -> "_Shape":
-        assert model.local_window is not None
-        full = -(-model.max_len // page_size)
-        layer = (page - draft_page) // model.num_layers
-        local = layer * model.num_local_layers
-        window = min(most_of_decode(model.local_window, page_size), full)
-        chunk = -(-min(budget, max(MOST_CHUNK, model.local_window)) // page_size)
-        return cls(page - local, local, full, window, min(chunk, full))
-
     @property
     def least_local(self) -> int:
         """For one sequence in chunks of a page, the null page included."""
@@ -98,61 +87,70 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
     return elements * np.dtype(dtype).itemsize
 
 
-def share_pool(
-    memory: int,
-    page: int,
-    model: ModelConfig,
-    page_size: int,
-    max_num_seqs: int,
-    budget: int,
-    draft_page: int = 0,
-) -> PoolSizes:
-    """Pages of both kinds in so much memory.
+@dataclass(frozen=True)
+class PageNeeds:
+    """What pages of both kinds take, and how many of them sequences need.
 
     `page` are a page's bytes in all layers, of which `draft_page` are those of a draft model.
     """
-    if model.local_window is None:
-        return PoolSizes(memory // page, 0, model.num_layers, 0)
-    shape = _Shape.of(page, model, page_size, budget, draft_page)
-    num_full_layers = model.num_layers - model.num_local_layers
-    if not num_full_layers:
-        num_local = memory // shape.local_page
-        num_pages = 1 + max_num_seqs * shape.full + num_local
-        return PoolSizes(num_pages, num_local, 0, shape.window)
-    even = min(shape.full, EVEN_AT_WINDOWS * shape.window)
-    spare = memory - shape.bytes_of(1, 1 + shape.chunk)
-    num_even = max(spare, 0) / shape.bytes_of(even, shape.window)
-    num_local = 1 + shape.chunk + int(min(num_even, max_num_seqs) * shape.window)
-    # the longest sequence must find both
-    most = (memory - shape.bytes_of(1 + shape.full, 0)) // shape.local_page
-    num_local = max(min(num_local, most), shape.least_local)
-    num_pages = (memory - shape.bytes_of(0, num_local)) // shape.page
-    num_pages = max(min(num_pages, 1 + max_num_seqs * shape.full), 1)
-    return PoolSizes(num_pages, num_local, num_full_layers, shape.window)
 
+    page: int
+    model: ModelConfig
+    page_size: int
+    max_num_seqs: int
+    budget: int  # tokens of a step
+    draft_page: int = 0
 
-def useful_pages(
-    page: int,
-    model: ModelConfig,
-    page_size: int,
-    max_num_seqs: int,
-    budget: int,
-    draft_page: int = 0,
-) -> int:
-    """What all sequences could use together at most, in pages of all layers."""
-    shape = _Shape.of(page, model, page_size, budget, draft_page)
-    each = shape.bytes_of(shape.full, min(shape.window + shape.chunk, shape.full))
-    return -(-(shape.bytes_of(1, 1) + max_num_seqs * each) // page)
+    def share_pool(self, memory: int) -> PoolSizes:
+        """Pages of both kinds in so much memory."""
+        model, max_num_seqs = self.model, self.max_num_seqs
+        if model.local_window is None:
+            return PoolSizes(memory // self.page, 0, model.num_layers, 0)
+        shape = self._shape
+        num_full_layers = model.num_layers - model.num_local_layers
+        if not num_full_layers:
+            num_local = memory // shape.local_page
+            num_pages = 1 + max_num_seqs * shape.full + num_local
+            return PoolSizes(num_pages, num_local, 0, shape.window)
+        even = min(shape.full, EVEN_AT_WINDOWS * shape.window)
+        spare = memory - shape.bytes_of(1, 1 + shape.chunk)
+        num_even = max(spare, 0) / shape.bytes_of(even, shape.window)
+        num_local = 1 + shape.chunk + int(min(num_even, max_num_seqs) * shape.window)
+        # the longest sequence must find both
+        most = (memory - shape.bytes_of(1 + shape.full, 0)) // shape.local_page
+        num_local = max(min(num_local, most), shape.least_local)
+        num_pages = (memory - shape.bytes_of(0, num_local)) // shape.page
+        num_pages = max(min(num_pages, 1 + max_num_seqs * shape.full), 1)
+        return PoolSizes(num_pages, num_local, num_full_layers, shape.window)
 
+    @property
+    def most_useful(self) -> int:
+        """What all sequences could use together at most, in pages of all layers."""
+        if self.model.local_window is None:
+            return 1 + self.max_num_seqs * self._full
+        shape = self._shape
+        each = shape.bytes_of(shape.full, min(shape.window + shape.chunk, shape.full))
+        return -(-(shape.bytes_of(1, 1) + self.max_num_seqs * each) // self.page)
 
-def least_pages_of_one(
-    page: int,
-    model: ModelConfig,
-    page_size: int,
-    max_num_seqs: int,
-    budget: int,
-    draft_page: int = 0,
-) -> int:
-    """What the longest sequence needs alone, computed in chunks of a page."""
-    shape = _Shape.of(page, model, page_size, budget, draft_page)
-    return -(-shape.bytes_of(1 + shape.full, shape.least_local) // page)
+    @property
+    def least_of_one(self) -> int:
+        """What the longest sequence needs alone, computed in chunks of a page."""
+        if self.model.local_window is None:
+            return 1 + self._full
+        shape = self._shape
+        return -(-shape.bytes_of(1 + shape.full, shape.least_local) // self.page)
+
+    @property
+    def _full(self) -> int:
+        return -(-self.model.max_len // self.page_size)
+
+    @cached_property
+    def _shape(self) -> _Shape:
+        window = self.model.local_window
+        assert window is not None
+        full = self._full
+        layer = (self.page - self.draft_page) // self.model.num_layers
+        local = layer * self.model.num_local_layers
+        of_decode = min(most_of_decode(window, self.page_size), full)
+        chunk = -(-min(self.budget, max(MOST_CHUNK, window)) // self.page_size)
+        return _Shape(self.page - local, local, full, of_decode, min(chunk, full))
