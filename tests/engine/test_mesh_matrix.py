@@ -23,15 +23,16 @@ from tests.support.engines import TinyEngine, tiny_parts
 
 pytestmark = pytest.mark.slow
 
-WIDE = {"num_attention_heads": 8, "max_position_embeddings": 256}
+WIDE = {"num_attention_heads": 8, "max_position_embeddings": 256, "num_hidden_layers": 4}
+LAYERS = ["sliding_attention", "full_attention"] * 2
 VARIANTS = {
     "llama": WIDE | {"num_key_value_heads": 8},
     "llama_linear_rope_biases": WIDE | {"num_key_value_heads": 4},
     "mistral_window": WIDE | {"num_key_value_heads": 2},
     "qwen2": WIDE | {"num_key_value_heads": 2, "vocab_size": 61},
     "qwen3": WIDE | {"num_key_value_heads": 4, "vocab_size": 61},
-    "gemma2": WIDE | {"num_key_value_heads": 2, "vocab_size": 61},
-    "gemma3": WIDE | {"num_key_value_heads": 1},
+    "gemma2": WIDE | {"layer_types": LAYERS, "num_key_value_heads": 2, "vocab_size": 61},
+    "gemma3": WIDE | {"layer_types": LAYERS, "num_key_value_heads": 1},
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
 JOBS = [
@@ -68,7 +69,7 @@ TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
 
 @pytest.mark.parametrize(
     "sizes",
-    [{TENSOR: 2}, {TENSOR: 4}, {TENSOR: 8}, {PIPELINE: 2}],
+    [{TENSOR: 2}, {TENSOR: 4}, {TENSOR: 8}, {PIPELINE: 2}, {PIPELINE: 4}],
     ids=lambda sizes: "".join(f"{name[0]}p{size}" for name, size in sizes.items()),
 )
 def test_a_family_on_several_devices_gives_the_tokens_of_one(family, sizes):
