@@ -37,7 +37,7 @@ class Writer(Protocol):
 
 async def respond(request: web.Request, server: ServerState, job: Job) -> web.StreamResponse:
     """Run the job and answer; leaving for any reason aborts it."""
-    with server.open(job):
+    with server.open(job, "chat_completions", streams=bool(job.body.stream)):
         is_plain = job.form.is_plain and not job.each_usage and job.beams is None
         if job.body.stream and is_plain:
             return await stream_directly(request, server, job)

@@ -54,7 +54,7 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 async def _respond(request: web.Request, server: ServerState, job: Job) -> web.StreamResponse:
     writer = _Writer(job)
-    with server.open(job, "messages"):
+    with server.open(job, "messages", streams=bool(job.body.stream)):
         async with aclosing(outputs_of(job, server.engine)) as outputs:
             if job.body.stream:
                 return await stream_outputs(request, server, outputs, writer)

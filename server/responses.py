@@ -45,7 +45,7 @@ async def create(request: web.Request) -> web.StreamResponse:
             job, answer = await response_job(body, chat, server.engine, usage, **asker)
             messages = [*history, *input_messages(body.input)]
             stored = StoredResponse(key_id, answer, messages, input_items(body.input), len(data))
-            work.enter_context(server.open(job, "responses"))
+            work.enter_context(server.open(job, "responses", streams=bool(body.stream)))
             if body.background:
                 return await _start(request, store, stored, body, job, work.pop_all())
             return await _answer(request, store, stored, body, job)

@@ -107,8 +107,11 @@ class ServerState:
                 self._idle.set()
 
     @contextmanager
-    def open(self, job: Job, kind: str = "chat_completions") -> Generator[None]:
-        """While a job is answered the engine's ids of it are known, so that it can be ended."""
+    def open(self, job: Job, kind: str, *, streams: bool) -> Generator[None]:
+        """While a job is answered the engine's ids of it are known, so that it can be ended.
+
+        `kind` and `streams`, the endpoint and how the client wants the answer, are for metrics.
+        """
         self.open_ids.update(job.request_ids)
         self.open_jobs.append(job)
         seconds, timer = job.body.timeout_s, None
@@ -121,12 +124,11 @@ class ServerState:
                 timer.cancel()
             self.open_ids.difference_update(job.request_ids)
             self.open_jobs.remove(job)
-            self._note_calls(job, kind)
+            self._note_calls(job, kind, "streaming" if streams else "non_streaming")
 
-    def _note_calls(self, job: Job, kind: str) -> None:
+    def _note_calls(self, job: Job, kind: str, mode: str) -> None:
         """Tell the metrics what tool parsers found."""
         readings = job.form.tool_readings if isinstance(job.form, ChatForm) else ()
-        mode = "streaming" if job.body.stream else "non_streaming"
         for reading in readings:
             self.metrics.answer_parsed(job.envelope.model, mode, kind, reading)
 

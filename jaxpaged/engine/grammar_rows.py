@@ -10,8 +10,8 @@ import numpy as np
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.sequence import SeqState, Sequence
-from jaxpaged.errors import RequestError
-from jaxpaged.text.grammar import CompiledGrammar, Grammars
+from jaxpaged.errors import CapacityError, RequestError
+from jaxpaged.text.grammar import CompiledGrammar, GrammarParams, Grammars
 from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
 from jaxpaged.text.reasoning_gate import ReasoningGate, reasoning_tokens
 from jaxpaged.text.thinking_budget import ThinkingBudget
@@ -25,6 +25,7 @@ async def compile_grammar(grammars: Grammars, params: SamplingParams) -> Compile
 
     Raises:
         RequestError: it cannot be served, or takes too long.
+        CapacityError: all workers were busy with other grammars for that long.
     """
     wanted = params.structured_outputs
     if wanted is None:
@@ -34,6 +35,8 @@ async def compile_grammar(grammars: Grammars, params: SamplingParams) -> Compile
     if found is not None and marks is None:
         return found
 
+    marked = None if marks is None else (marks.begin, marks.end)
+
     def prepare() -> None:
         """Look through the vocabulary: done once, which is not this grammar's time."""
         if not len(grammars.eos_ids):
@@ -41,17 +44,38 @@ async def compile_grammar(grammars: Grammars, params: SamplingParams) -> Compile
         _ = grammars.tree, grammars.ll_tokenizer
         if marks is not None:
             reasoning_tokens(grammars, marks.begin, marks.end)
+        grammars.prepared.add(marked)
 
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(grammars.workers, prepare)
-    job = loop.run_in_executor(grammars.workers, grammars.compile, wanted)
+    if marked not in grammars.prepared:
+        await asyncio.get_running_loop().run_in_executor(grammars.workers, prepare)
+    return await _compile(grammars, wanted)
+
+
+async def _compile(grammars: Grammars, wanted: GrammarParams) -> CompiledGrammar:
+    """In the time that it has once a worker is free, for which it waits as long at most."""
+    loop, limit_s, begun = asyncio.get_running_loop(), grammars.time_limit_s, asyncio.Event()
+
+    def compiled() -> CompiledGrammar:
+        loop.call_soon_threadsafe(begun.set)
+        return grammars.compile(wanted)
+
+    job = loop.run_in_executor(grammars.workers, compiled)
     try:
-        return await asyncio.wait_for(job, grammars.time_limit_s + GRACE_S)
+        async with asyncio.timeout(limit_s) as timer:
+            await begun.wait()
+            timer.reschedule(loop.time() + limit_s + GRACE_S)
+            return await job
     except TimeoutError:
-        raise RequestError(
-            f"the grammar took over {grammars.time_limit_s:g} s to compile: make it smaller",
-            param="structured_outputs",
+        if begun.is_set():
+            raise RequestError(
+                f"the grammar took over {limit_s:g} s to compile: make it smaller",
+                param="structured_outputs",
+            ) from None
+        raise CapacityError(
+            f"other grammars have been compiled for {limit_s:g} s, and this one waited: try again"
         ) from None
+    finally:
+        job.cancel()  # where it waits: nobody wants it any more
 
 
 class GrammarRows:

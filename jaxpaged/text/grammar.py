@@ -94,6 +94,7 @@ class Grammars:
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock, self._setup_lock = Lock(), Lock()
         self.reasoning: dict[tuple[str, str], object] = {}  # kept by `reasoning_tokens`
+        self.prepared: set[tuple[str, str] | None] = set()  # marks that were looked for, or none
 
     def kept(self, params: GrammarParams) -> CompiledGrammar | None:
         """What was compiled already."""

@@ -1,5 +1,6 @@
 """Reasoning before an answer that a grammar holds; any token that a mask allows may be the next."""
 
+import asyncio
 import json
 import time
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
 from jaxpaged.engine import grammar_rows
 from jaxpaged.engine.grammar_rows import GrammarRows, compile_grammar
 from jaxpaged.engine.inputs import InputProcessor
-from jaxpaged.errors import RequestError
-from jaxpaged.text.grammar import Grammars
+from jaxpaged.errors import CapacityError, RequestError
+from jaxpaged.text.grammar import NUM_WORKERS, Grammars
 from jaxpaged.text.tokenizer import load_tokenizer
 from tests.support.models import EOS, VOCAB, byte_ids, byte_tokenizer, write_tokenizer
 
@@ -144,6 +145,29 @@ async def test_looking_through_the_vocabulary_is_not_a_grammars_time(inputs, mon
     monkeypatch.setattr(Grammars, "tree", property(slow))
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=SCHEMA))
     assert (await compile_grammar(grammars, params)).shortest == SHORTEST
+
+
+async def test_a_grammar_that_only_waits_for_others_is_not_refused_as_too_slow(inputs, monkeypatch):
+    """The server is full, which a 503 tells; what takes long by itself can never be served."""
+    grammars, build = Grammars(inputs["bytes"].tokenizer, VOCAB, time_limit_s=0.3), Grammars.compile
+    monkeypatch.setattr(grammar_rows, "GRACE_S", 0.3)
+    begun: list[StructuredOutputsParams] = []
+    first = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["first"]))
+    await compile_grammar(grammars, first)  # looks through the vocabulary
+
+    def slow(self, wanted):
+        begun.append(wanted)
+        time.sleep(1.0)
+        return build(self, wanted)
+
+    monkeypatch.setattr(Grammars, "compile", slow)
+    wanted = [StructuredOutputsParams(choice=[str(i)]) for i in range(NUM_WORKERS + 1)]
+    jobs = [compile_grammar(grammars, SamplingParams(structured_outputs=one)) for one in wanted]
+    *slow_ones, waited = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [type(one) for one in slow_ones] == [RequestError] * NUM_WORKERS
+    assert type(waited) is CapacityError
+    grammars.workers.shutdown()
+    assert begun == wanted[:-1], "what nobody waits for any more is not compiled"
 
 
 def test_the_closing_mark_must_fit_as_well(inputs):

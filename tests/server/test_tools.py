@@ -160,6 +160,7 @@ async def test_what_a_tool_parser_found_is_counted(start, script, outcome, num_b
     await server.post(ask(stream=True), CHAT)
     await server.post(ask(max_tokens=30), CHAT)  # a call that is cut departs from no format
     await server.post(asked, "/v1/responses")
+    await server.post(asked | {"stream": True}, "/v1/responses")
     text = (await server.get("/metrics")).raw.decode()
     name = "vllm:tool_call_parser_invocations_total"
     counts = {
@@ -172,9 +173,9 @@ async def test_what_a_tool_parser_found_is_counted(start, script, outcome, num_b
     }
     assert counts["streaming", "chat_completions"] == 1
     assert counts["non_streaming", "chat_completions"] >= 2
-    assert counts["streaming", "responses"] == 1
+    assert counts["streaming", "responses"] == counts["non_streaming", "responses"] == 1
     failed = 'jaxpaged:tool_call_parser_failures_total{model_name="S",request_type="responses"}'
-    assert f"{failed} {float(num_broken)}" in text
+    assert f"{failed} {2.0 * num_broken}" in text
     failed = failed.replace("responses", "chat_completions")
     assert f"{failed} {3.0 * num_broken}" in text
 
