@@ -30,10 +30,11 @@ def log_access(
     }
     if tokens is not None:
         fields["prompt_tokens"], fields["completion_tokens"] = tokens
-    log.info("%s", _encode(fields))
+    log.info("%s", json_line(fields))
 
 
-def _encode(fields: dict[str, Any]) -> str:
+def json_line(fields: dict[str, Any]) -> str:
+    """One line of JSON, whatever a client wrote."""
     try:
         return msgspec.json.encode(fields).decode()
     except UnicodeEncodeError:  # half of a surrogate pair, which a path may hold

@@ -35,9 +35,11 @@ class Writer(Protocol):
     def failure(self, error: BaseException) -> bytes: ...
 
 
-async def respond(request: web.Request, server: ServerState, job: Job) -> web.StreamResponse:
-    """Run the job and answer; leaving for any reason aborts it."""
-    with server.open(job, "chat_completions", streams=bool(job.body.stream)):
+async def respond(
+    request: web.Request, server: ServerState, job: Job, kind: str
+) -> web.StreamResponse:
+    """Run the job of an endpoint of this kind and answer; leaving for any reason aborts it."""
+    with server.open(job, kind, streams=bool(job.body.stream)):
         is_plain = job.form.is_plain and not job.each_usage and job.beams is None
         if job.body.stream and is_plain:
             return await stream_directly(request, server, job)

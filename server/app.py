@@ -69,6 +69,8 @@ def create_app(
     page = PageFiles() if limits.has_ui else None
     for router in routers:
         add_routes(router)
+        if limits.tells_tokenizer:
+            router.add_get("/tokenizer_info", tokens.tokenizer_info, name="tokenizer_info")
         if page is not None:
             router.add_get("/", page.index, name="page")
             router.add_get("/page/{name}", page.file, name="page_file")

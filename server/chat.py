@@ -21,7 +21,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         model = server.check_model(body.model)
         job = await chat_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
         try:
-            return await respond(request, server, job)
+            return await respond(request, server, job, "chat_completions")
         except RequestError as error:
             error.param = client_field(body, error.param)
             raise

@@ -16,4 +16,4 @@ async def completions(request: web.Request) -> web.StreamResponse:
         model = server.check_model(body.model)
         key_id = request[KEY_ID]
         job = await completion_job(body, server.engine, usage, model=model, key_id=key_id)
-        return await respond(request, server, job)
+        return await respond(request, server, job, "completions")

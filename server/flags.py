@@ -60,6 +60,7 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="clients' certificates: 0 none, 1 optional, 2 required (default: 0)",
     )
+    _add_switch(group, "--enable-ssl-refresh", "read these files again where they change")
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +82,8 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         help="a coroutine function of your own (request, handler) round every request, before the "
         "key is checked; may be given several times",
     )
-    group.add_argument(
-        "--ui",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the web page at /: chat, and a picture of the engine (default: on)",
+    _add_switch(
+        group, "--ui", "the web page at /: chat, and a picture of the engine (default: on)", True
     )
     group.add_argument(
         "--allowed-origins",
@@ -147,13 +145,25 @@ def _add_operations(parser: argparse.ArgumentParser) -> None:
         help="JSON lines with prompt or messages, answered before the server is ready",
     )
     group.add_argument("--profile-dir", metavar="DIR", help="where /start_profile writes traces")
-    group.add_argument(
+    _add_switch(
+        group,
         "--disable-frontend-multiprocessing",
-        action="store_true",
-        help="run the engine in a thread of the server instead of a process of its own",
+        "run the engine in a thread of the server instead of a process of its own",
     )
     group.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    group.add_argument("--disable-access-log", action="store_true", help="no line a request")
+    _add_switch(group, "--disable-log-stats", "no line a minute with the rates of tokens")
+    _add_switch(
+        group,
+        "--enable-log-requests",
+        "a line for what goes to the engine: its parameters, with --log-level debug its prompts",
+    )
+    group.add_argument(
+        "--max-log-len",
+        type=whole_number,
+        metavar="NUMBER",
+        help="most characters, and token ids, of a prompt in such a line (default: all)",
+    )
+    _add_switch(group, "--disable-access-log", "no line a request")
     group.add_argument(
         "--disable-access-log-for-endpoints",
         type=_names,
@@ -193,9 +203,7 @@ def _add_batches(parser: argparse.ArgumentParser) -> None:
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answers")
-    group.add_argument(
-        "--enable-force-include-usage", action="store_true", help="usage at the end of every stream"
-    )
+    _add_switch(group, "--enable-force-include-usage", "usage at the end of every stream")
     group.add_argument(
         "--stream-interval",
         type=whole_number,
@@ -211,13 +219,18 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "hash: without the sizes; custom: --fingerprint-value (default: full)",
     )
     group.add_argument("--fingerprint-value", default="", metavar="TEXT")
-    group.add_argument(
+    _add_switch(
+        group,
         "--enable-request-id-headers",
-        action="store_true",
-        help="X-Request-Id in every answer, also where the client sent none",
+        "X-Request-Id in every answer, also where the client sent none",
+    )
+    _add_switch(
+        group,
+        "--enable-tokenizer-info-endpoint",
+        "serve /tokenizer_info: special tokens and the chat template",
     )
     for name in ("prompt-tokens-details", "server-load-tracking", "sleep-mode"):
-        group.add_argument(f"--enable-{name}", action="store_true", help="known; it is always on")
+        _add_switch(group, f"--enable-{name}", "known; it is always on")
     group.add_argument(
         "--sse-keep-alive-interval",
         type=float,
@@ -233,6 +246,16 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="values for the chat template where a request gives none",
     )
+
+
+def _add_switch(
+    group: argparse._ArgumentGroup,  # pyright: ignore[reportPrivateUsage]
+    flag: str,
+    help: str,
+    default: bool = False,
+) -> None:
+    """A flag that its `--no-` takes back, which is what a file of flags says with `false`."""
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=help)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -14,4 +14,4 @@ async def generate(request: web.Request) -> web.StreamResponse:
         body = read_generate(await read_body(request))
         model = server.check_model(body.model)
         job = generate_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
-        return await respond(request, server, job)
+        return await respond(request, server, job, "generate")

@@ -44,12 +44,16 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
         loop.add_signal_handler(number, on_signal)
     if settings.warmup_file is not None:
         await warm_up(state.engine, settings.warmup_file)
-    listener = await Listener.start(app, listening, settings.ssl_context)
+    certificates = settings.certificates
+    context = None if certificates is None else certificates.context()
+    listener = await Listener.start(app, listening, context)
     metrics = await _serve_metrics(state, settings)
     log.info("serving %s on %s", ", ".join(state.model_names), _where(listening))
     if not settings.api_keys:
         log.warning("no --api-key: anyone who reaches this address may use it")
-    rates = asyncio.create_task(_tell_rates(state.engine))
+    beside = [asyncio.create_task(_tell_rates(state.engine))] if settings.logs_rates else []
+    if context is not None and certificates is not None and settings.refreshes_certificates:
+        beside.append(asyncio.create_task(certificates.keep_fresh(context)))
     watchdog = _until_hung(state, state.limits.watchdog_timeout_s)
     await _first(stop.wait(), _until_stopped(state), watchdog)
     code = EXIT_DONE
@@ -64,7 +68,8 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
         log.error("the engine has stopped: no request can be served, exiting")
         await state.wait_until_idle(LAST_WORDS_S)
         await _end_open(state, EngineStopped("an engine of this server has stopped"))
-    rates.cancel()
+    for task in beside:
+        task.cancel()
     await listener.close()
     if metrics is not None:
         await metrics.close()

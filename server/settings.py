@@ -15,6 +15,7 @@ from jaxpaged.config.flags import ArgumentParser, embedding_config
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.errors import ConfigError
 from server.auth import ApiKey, parse_key_line
+from server.certificates import Certificates
 from server.fingerprint import FingerprintMode
 from server.listener import connection_limit
 from server.own_middleware import own_middleware
@@ -29,7 +30,7 @@ class ServerSettings:
     port: int
     uds: str | None
     api_keys: tuple[ApiKey, ...]
-    ssl_context: ssl.SSLContext | None
+    certificates: Certificates | None
     limits: ServerLimits
     log_level: str
     engine_process: bool = True  # the engine in a process of its own, else in a thread
@@ -38,6 +39,8 @@ class ServerSettings:
     embedding: EngineConfig | None = None  # of a second model
     middlewares: tuple[Middleware, ...] = ()  # the operator's own
     fingerprint: tuple[FingerprintMode, str] = ("full", "")
+    logs_rates: bool = True  # one line a minute in which there was something to tell
+    refreshes_certificates: bool = False
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -84,13 +87,16 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         max_batch_key_bytes=args.max_batch_key_bytes,
         max_batch_inflight=args.max_batch_inflight,
         template_defaults=args.default_chat_template_kwargs,
+        is_logging_requests=args.enable_log_requests,
+        max_log_len=args.max_log_len,
+        tells_tokenizer=args.enable_tokenizer_info_endpoint,
     )
     return ServerSettings(
         host=args.host,
         port=args.port,
         uds=args.uds,
         api_keys=tuple(keys),
-        ssl_context=_ssl_context(args),
+        certificates=_certificates(args),
         limits=limits,
         log_level=args.log_level,
         engine_process=not args.disable_frontend_multiprocessing,
@@ -99,6 +105,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         embedding=embedding_config(args),
         middlewares=tuple(map(own_middleware, args.middleware)),
         fingerprint=_fingerprint(args),
+        logs_rates=not args.disable_log_stats,
+        refreshes_certificates=args.enable_ssl_refresh,
     )
 
 
@@ -118,6 +126,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in (
         "max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes",
         "max_batch_file_bytes", "max_batch_key_bytes", "max_batch_inflight", "stream_interval",
+        "max_log_len",
     ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -196,17 +205,13 @@ def _keys_from_file(name: str | None) -> list[ApiKey]:
     return keys
 
 
-def _ssl_context(args: argparse.Namespace) -> ssl.SSLContext | None:
+def _certificates(args: argparse.Namespace) -> Certificates | None:
     if args.ssl_certfile is None:
-        if args.ssl_keyfile is not None:
-            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        for name in ("ssl_keyfile", "enable_ssl_refresh"):
+            if getattr(args, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-certfile")
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
-        if args.ssl_ca_certs is not None:
-            context.load_verify_locations(args.ssl_ca_certs)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used: {error}") from None
-    context.verify_mode = ssl.VerifyMode(args.ssl_cert_reqs)
-    return context
+    mode = ssl.VerifyMode(args.ssl_cert_reqs)
+    found = Certificates(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, mode)
+    found.context()  # refused at once where they cannot be used
+    return found

@@ -20,6 +20,7 @@ from server.deadlines import Connections
 from server.errors import HttpError
 from server.http_metrics import HttpMetrics
 from server.limits import ALL, NO_LIMITS, Limits, RateLimits
+from server.request_log import log_job
 
 RETRY_AFTER_S = 5.0
 LOOK_AGAIN_S = 0.2
@@ -58,6 +59,9 @@ class ServerLimits:
     stream_interval: int = 1  # tokens a chunk, where a request says nothing
     sse_keep_alive_s: float = 0.0  # of silence in a stream before a comment; 0: none is sent
     template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_logging_requests: bool = False
+    max_log_len: int | None = None  # characters and token ids of a prompt in the log; None: all
+    tells_tokenizer: bool = False  # at /tokenizer_info
 
 
 @dataclass
@@ -112,6 +116,8 @@ class ServerState:
 
         `kind` and `streams`, the endpoint and how the client wants the answer, are for metrics.
         """
+        if self.limits.is_logging_requests:
+            log_job(job, kind, self.limits.max_log_len)
         self.open_ids.update(job.request_ids)
         self.open_jobs.append(job)
         seconds, timer = job.body.timeout_s, None

@@ -46,3 +46,19 @@ async def detokenize(request: web.Request) -> web.Response:
     check_ids("tokens", body.tokens, engine.vocab)
     text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, False)
     return web.Response(body=encode({"prompt": text}), content_type="application/json")
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """What a client needs that tokenises here and writes its prompts itself."""
+    engine = request.app[SERVER].engine
+    tokenizer = engine.tokenizer
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    answer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(names),
+        **tokenizer.special_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": engine.max_model_len,
+        "chat_template": engine.chat_templates.get("default"),
+    }
+    return web.Response(body=encode(answer), content_type="application/json")

@@ -45,6 +45,11 @@ class ServedEngine(ABC):
         self._searches: dict[str, BeamSearch] = {}
 
     @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The sources of the templates in use, by name."""
+        return self._texts.chat_templates
+
+    @property
     @abstractmethod
     def load(self) -> EngineLoad:
         """The engine's state after its last step."""

@@ -23,6 +23,11 @@ class PromptTexts:
     def __init__(self, inputs: InputProcessor, template: ChatTemplate | None):
         self._inputs, self._template = inputs, template
 
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The sources of the templates in use, by name; none where the model has none."""
+        return {} if self._template is None else self._template.sources
+
     async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text and ids of a prompt; a long text in a worker thread."""
         if isinstance(prompt, str) and len(prompt) > SHORT_TEXT:

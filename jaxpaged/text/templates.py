@@ -45,6 +45,7 @@ class ChatTemplate:
         content: Literal["auto", "string", "openai"] = "auto",
     ):
         sources = {"default": source} if isinstance(source, str) else dict(source)
+        self.sources: Mapping[str, str] = sources
         self._sandbox = Sandbox()
         self._seconds = render_seconds
         self._special_tokens = dict(special_tokens or {})

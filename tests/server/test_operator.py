@@ -5,6 +5,7 @@ import json
 import logging
 import time
 
+import msgspec
 import pytest
 
 from server.app import create_metrics_app
@@ -247,6 +248,37 @@ async def test_the_access_log_is_one_json_line_whatever_the_path(start, caplog):
     assert first["key"] != "sk-one"
     assert (second["route"], second["status"]) == ("none", 401)
     assert all("\n" not in line for line in lines)
+
+
+async def test_what_goes_to_the_engine_can_be_logged(start, caplog):
+    limits = ServerLimits(is_logging_requests=True, max_log_len=5)
+    server = await start(limits=limits)
+
+    async def logged(level: str, body: dict, path: str = COMPLETIONS) -> dict:
+        caplog.clear()
+        with caplog.at_level(level, "server.requests"):
+            await server.post(body, path)
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "server.requests"]
+        return msgspec.json.decode(line)
+
+    body = {"prompt": ['A\nBC"DEF', "X"], "max_tokens": 2, "stop": ["zz"], "request_id": "mine"}
+    line = await logged("INFO", body)
+    assert (line["request_id"], line["kind"], line["num_prompts"]) == ("mine", "completions", 2)
+    assert line["params"] == {"temperature": 0, "max_tokens": 2, "stop": ["zz"]}
+    assert "prompts" not in line
+    assert (await logged("DEBUG", body))["prompts"] == ['A\nBC"', "X"]
+    chat = {"messages": [{"role": "user", "content": "ABCDEFGH"}], "max_tokens": 2}
+    (prompt,) = (await logged("DEBUG", chat, CHAT))["prompts"]
+    assert (prompt["prompt"], len(prompt["prompt_token_ids"])) == ("ABCDE", 5)
+
+
+async def test_the_tokenizer_is_told_where_the_operator_wants_it(start):
+    assert (await (await start()).get("/tokenizer_info")).status == 404
+    server = await start(limits=ServerLimits(tells_tokenizer=True), template="{{ eos_token }}!")
+    told = (await server.get("/tokenizer_info")).body
+    assert told["eos_token"] == server.llm.tokenizer.special_tokens["eos_token"]
+    assert told["chat_template"] == "{{ eos_token }}!"
+    assert (told["unk_token"], told["vocab_size"]) == (None, server.llm.tokenizer.vocab_size)
 
 
 async def test_a_second_head_that_drips_is_cut_too(start):

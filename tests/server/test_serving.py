@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import ssl
 import time
 from pathlib import Path
 
@@ -227,13 +226,15 @@ def test_a_file_of_flags_comes_before_the_command_line(tmp_path):
     file.write_text(
         "model: from-file\nport: 1234\nmax_model_len: 100\nenable-prefix-caching: false\n"
         "served-model-name: [a, b]\nhf-overrides: {x: 1}\napi-key: [k1, k2]\nuds: null\n"
+        "disable-log-stats: false\n"
     )
     assert flags_from_file(file) == [
         "--model=from-file", "--port=1234", "--max-model-len=100", "--no-enable-prefix-caching",
         "--served-model-name=a,b", '--hf-overrides={"x": 1}', "--api-key=k1", "--api-key=k2",
+        "--no-disable-log-stats",
     ]  # fmt: skip
     args = parse(make_parser("x"), ["--config", str(file), "--port", "99"])
-    assert args.port == 99
+    assert (args.port, args.disable_log_stats) == (99, False)
     assert getattr(args, "model.model") == "from-file"
     assert getattr(args, "model.served_model_name") == ("a", "b")
 
@@ -303,13 +304,3 @@ def test_the_command_line_knows_its_words(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["serve", "--help"])
     assert caught.value.code == 0
-
-
-def test_a_certificate_gives_a_context(tmp_path, monkeypatch):
-    loaded = []
-    monkeypatch.setattr(
-        ssl.SSLContext, "load_cert_chain", lambda self, *files: loaded.append(files)
-    )
-    settings = settings_of("--ssl-certfile", "c", "--ssl-keyfile", "k")
-    assert isinstance(settings.ssl_context, ssl.SSLContext)
-    assert loaded == [("c", "k")]
