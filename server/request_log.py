@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.openai.job import Job
+from jaxpaged.openai.prompts import as_list, as_object
 from server.access_log import json_line
 
 log = logging.getLogger("server.requests")
@@ -43,6 +44,10 @@ def _given(params: SamplingParams) -> dict[str, Any]:
 
 
 def _cut(prompt: Any, max_len: int | None) -> Any:
-    if isinstance(prompt, dict):
-        return {name: _cut(value, max_len) for name, value in prompt.items()}
-    return prompt[:max_len] if isinstance(prompt, str | list) else prompt
+    fields = as_object(prompt)
+    if fields is not None:
+        return {name: _cut(value, max_len) for name, value in fields.items()}
+    texts = as_list(prompt)
+    if texts is not None:
+        return texts[:max_len]
+    return prompt[:max_len] if isinstance(prompt, str) else prompt
