@@ -13,8 +13,9 @@ from aiohttp import web
 
 from jaxpaged.core.request import TokenEvent
 from jaxpaged.engine.inbox import spaced
+from jaxpaged.openai.answers import failure_of
 from jaxpaged.openai.job import Job
-from server.errors import HttpError, error_body, log_refusal
+from server.errors import error_body, log_refusal
 from server.sse import EventStream
 from server.state import ServerState
 
@@ -84,7 +85,7 @@ class DirectStream:
         if not self._num_open:
             self.woken.set()
         if event.finish_reason == "error":
-            self.fail(HttpError(500, event.error or "the model failed on this request"))
+            self.fail(failure_of(event.error, event.stop_reason))
             return data
         return data + self._writer.end(index, event.text, event.finish_reason, event.stop_reason)
 

@@ -76,7 +76,7 @@ class TokenEvent(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None  # once, with the first event
     finish_reason: str | None  # stop, length, abort, error
-    stop_reason: int | str | None  # the token id or string that stopped it
+    stop_reason: int | str | None  # token id or string that stopped it, parameter that broke it
     num_cached_tokens: int
     cumulative_logprob: float
     error: str | None = None

@@ -252,7 +252,8 @@ class Engine:
         ending = self._grammar_rows.take(seq, new)
         if ending is None:
             return None
-        self.scheduler.finish(seq, ending.reason, None)
+        at_fault = None if ending.error is None else "structured_outputs"
+        self.scheduler.finish(seq, ending.reason, at_fault)
         seq.finish_reason = ending.reason
         stream.ended_by_grammar = True
         return ending.error

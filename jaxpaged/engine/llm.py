@@ -224,7 +224,7 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Any, **options: Any) -> dict[str, Any]:
+    def chat_prompt(self, messages: Any, /, **options: Any) -> dict[str, Any]:
         """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""
         template = chat_template(self.parts.template)
         return render_chat(template, self.parts.tokenizer, messages, **options)

@@ -110,7 +110,7 @@ class ServedEngine(ABC):
         return await self._texts.encode(prompt)
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], **options: Any
+        self, messages: Sequence[Mapping[str, Any]], /, **options: Any
     ) -> dict[str, Any]:
         """A conversation through the chat template, rendered and tokenised in a worker thread."""
         return await self._texts.chat_prompt(messages, **options)

@@ -37,6 +37,7 @@ class PromptTexts:
     async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # options have names that clients choose
         *,
         chat_template: str | None = None,
         **options: Any,
@@ -62,6 +63,7 @@ def render_chat(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
+    /,
     **options: Any,
 ) -> dict[str, Any]:
     """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import msgspec
 
+from jaxpaged.openai.nesting import MAX_NESTING, is_too_deep
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ID = 512  # characters
 
@@ -51,9 +53,11 @@ def read_lines(
 
 
 def _read(number: int, raw: bytes, urls: Collection[str]) -> Line | BadLine:
+    if is_too_deep(raw):
+        return BadLine(number, None, f"nested over {MAX_NESTING} objects and lists deep")
     try:
         given: Any = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return BadLine(number, None, f"no valid JSON: {error}")
     if not isinstance(given, dict):
         return BadLine(number, None, f"a JSON {_kind(given)}, expected an object")

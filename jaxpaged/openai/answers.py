@@ -10,7 +10,7 @@ import msgspec
 from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import GenerationFailed, OutOfTime, RequestError
+from jaxpaged.errors import GenerationFailed, JaxPagedError, OutOfTime, RequestError
 from jaxpaged.openai.chat import chat_job, read_chat
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.completions import completion_job, read_completion
@@ -37,6 +37,7 @@ async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:
 
     Raises:
         GenerationFailed: the model failed on one of its prompts.
+        RequestError: a grammar of the request did.
     """
     usage, choices = job.usage, dict[int, dict[str, Any]]()
     async with aclosing(outputs_of(job, engine)) as outputs:
@@ -100,7 +101,17 @@ async def in_time(seconds: float | None) -> AsyncGenerator[None]:
 
 
 def check_output(output: RequestOutput) -> None:
-    """Refuse an output whose generation failed."""
+    """Refuse an output that ended by an error."""
     for part in output.outputs:
         if part.finish_reason == "error":
-            raise GenerationFailed(output.error or "the model failed on this request")
+            raise failure_of(output.error, part.stop_reason)
+
+
+def failure_of(error: str | None, at_fault: int | str | None) -> JaxPagedError:
+    """What an answer's end by `error` is to the client: its own fault where a parameter is named,
+    as of a grammar that comes to a place from which no token leads on.
+    """
+    text = error or "the model failed on this request"
+    return (
+        RequestError(text, param=at_fault) if isinstance(at_fault, str) else GenerationFailed(text)
+    )

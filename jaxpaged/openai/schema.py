@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 
 from jaxpaged.errors import RequestError
+from jaxpaged.openai.nesting import MAX_NESTING, is_too_deep
 
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
@@ -166,16 +167,17 @@ def decode_body[T](data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Read JSON into a request.
 
     Raises:
-        RequestError: no JSON, or a field of another type; `param` is the field's path.
+        RequestError: no JSON, JSON nested too deep, or a field of another type; `param` is the
+            field's path.
     """
+    if is_too_deep(data):
+        raise RequestError(f"the body is nested over {MAX_NESTING} objects and lists deep")
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         _refuse(str(error))
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("the body is not valid JSON: it is nested too deep") from None
 
 
 def _refuse(text: str) -> NoReturn:

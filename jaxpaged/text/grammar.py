@@ -111,9 +111,12 @@ class Grammars:
         Raises:
             RequestError: no grammar, one that is not served, too large or too slow.
         """
-        found = self.kept(params)
-        if found is not None:
-            return found
+        try:
+            return self.kept(params) or self._compile(params)
+        except RecursionError:  # of whatever walks it
+            raise refusal("the schema or grammar is nested too deep") from None
+
+    def _compile(self, params: GrammarParams) -> CompiledGrammar:
         if not self._tokenizer.eos_token_ids:
             raise not_served("structured outputs need a tokenizer with an end-of-text token")
         tree, _ = self.tree, self.ll_tokenizer  # made once; not this grammar's time
@@ -219,10 +222,7 @@ def _key(params: GrammarParams) -> str:
         params.disable_any_whitespace,
         params.disable_additional_properties,
     )
-    try:
-        return json.dumps([*given, *style])
-    except RecursionError:
-        raise refusal("json: the schema is nested too deep") from None
+    return json.dumps([*given, *style])
 
 
 def _read(params: GrammarParams) -> tuple[str, Grammar | None, str]:
@@ -247,13 +247,10 @@ def _json_grammar(params: GrammarParams) -> Grammar:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError):
+        except ValueError:
             raise refusal("json is no JSON") from None
     closes = params.disable_additional_properties
-    try:
-        return json_schema_grammar(schema, style, param="json", closes_objects=closes)
-    except RecursionError:
-        raise refusal("json: the schema is nested too deep") from None
+    return json_schema_grammar(schema, style, param="json", closes_objects=closes)
 
 
 def _json_style(params: GrammarParams) -> JsonStyle:

@@ -19,6 +19,7 @@ def render_literally(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
+    /,  # options have names that clients choose
     **options: Any,
 ) -> tuple[str, list[int]]:
     """A conversation's text and token ids; `options` as for `ChatTemplate.render`.

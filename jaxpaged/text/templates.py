@@ -67,6 +67,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from server.state import ServerLimits
-from tests.server.conftest import COMPLETIONS, Running
+from tests.server.conftest import CHAT, COMPLETIONS, Running
 from tests.server.test_slow_clients import ASK, connect
 
 HOST = b"Host: x\r\n"
@@ -103,6 +103,36 @@ async def test_json_that_no_client_writes_is_refused_or_read_as_others_read_it(s
     else:
         assert reply.error.keys() == {"message", "type", "param", "code"}
     assert (await server.post(ASK)).text == "DEF"
+
+
+TREE, TEXT = b'{"a":' * 129 + b"1" + b"}" * 129, b"[" * 129
+PLACES = {
+    CHAT: [
+        b'"messages":[{"role":"user","content":"<s>","x":%b}]',
+        b'"messages":[{"role":"user","content":"x"}],"tool_choice":"required","tools":[{"type":'
+        b'"function","function":{"name":"f","parameters":{"properties":{"a":%b}}}}]',
+        b'"messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema",'
+        b'"json_schema":{"schema":{"const":%b}}}',
+    ],
+    "/v1/responses": [b'"input":[{"role":"user","content":"<s>","x":%b}]'],
+    "/v1/messages": [b'"max_tokens":1,"messages":[{"role":"user","content":"<s>","x":%b}]'],
+    "/v1/cache/prefixes": [b'"messages":[{"role":"user","content":"<s>","x":%b}]'],
+    COMPLETIONS: [b'"structured_outputs":{"json":%b}'],
+}
+
+
+@pytest.mark.parametrize("path", PLACES)
+async def test_what_is_nested_too_deep_is_refused_wherever_it_stands(server, path):
+    for place in PLACES[path]:
+        reply = await server.send("POST", path, data=b"{" + place % TREE + b"}")
+        assert reply.status == 400, place
+        assert "nested over 128" in reply.error["message"]
+    quoted = b'"messages":[{"role":"user","content":"' + TEXT + b'"}],"max_tokens":1'
+    assert (await server.send("POST", CHAT, data=b"{" + quoted + b"}")).status == 200
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": TEXT.decode()}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    reply = await server.post({"messages": messages}, CHAT)
+    assert "arguments nested over 128" in reply.error["message"]
 
 
 async def test_ids_of_any_characters_are_echoed_without_breaking_head_or_log(server, caplog):

@@ -94,6 +94,18 @@ async def test_what_is_out_of_bounds_is_refused_by_name(server, more, param):
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+async def test_values_for_the_template_may_have_any_name(start):
+    names = ("self", "template", "tokenizer", "messages_", "source", "options", "/")
+    shown = "".join(f"{{{{ {name} }}}}" for name in names[:-1])
+    server = await start(template=shown)
+    for name in names:
+        reply = await server.post(HELLO | {"chat_template_kwargs": {name: "ABC"}}, CHAT)
+        is_taken = name not in ("self", "tokenizer", "/")
+        assert reply.status == (200 if is_taken else 400), name
+        if not is_taken:
+            assert reply.error["param"] == "chat_template_kwargs"
+
+
 async def test_a_requests_own_template_needs_the_operator(server):
     reply = await server.post(HELLO | {"chat_template": "x"}, CHAT)
     assert (reply.status, reply.error["param"]) == (400, "chat_template")
