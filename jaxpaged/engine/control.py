@@ -1,8 +1,11 @@
 """What an operator may ask of a running engine: done by the engine's thread, between two steps."""
 
 import asyncio
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +24,7 @@ class EngineControl:
     def __init__(self, parts: EngineParts):
         self._parts, self._engine = parts, parts.engine
         self._asleep: Params | str = ""  # weights in host memory, or "dropped"; empty while awake
-        self._is_profiling = False
+        self._is_profiling, self._folder = False, ""
 
     @property
     def sleeps(self) -> bool:
@@ -117,14 +120,27 @@ class EngineControl:
         """Write a trace of host and device to `folder`, until `stop_profile`."""
         if self._is_profiling:
             raise RequestError("start_profile: a profile is being taken already")
-        jax.profiler.start_trace(folder)
-        self._is_profiling = True
+        with _writing("start_profile", folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # else it fails once all has been traced
+            jax.profiler.start_trace(folder)
+        self._is_profiling, self._folder = True, folder
 
     def stop_profile(self) -> None:
         if not self._is_profiling:
             raise RequestError("stop_profile: no profile is being taken; start one first")
         self._is_profiling = False
-        jax.profiler.stop_trace()
+        with _writing("stop_profile", self._folder):
+            jax.profiler.stop_trace()
+
+
+@contextmanager
+def _writing(what: str, folder: str) -> Generator[None]:
+    """A trace that cannot be written is told to who asked for it; the engine goes on."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise RequestError(f"{what}: no trace can be written to {folder}: {error}") from error
 
 
 def _settle(future: asyncio.Future[Any], error: JaxPagedError | None, value: Any) -> None:

@@ -301,6 +301,24 @@ async def test_a_second_head_that_drips_is_cut_too(start):
     writer.close()
 
 
+async def test_a_trace_that_cannot_be_written_ends_no_engine(start, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    server = await start(limits=ServerLimits(profile_dir=str(tmp_path / "file" / "traces")))
+    reply = await server.send("POST", "/start_profile")
+    assert (reply.status, "no trace can be written" in reply.error["message"]) == (400, True)
+
+    def fail(*_):
+        raise RuntimeError("No space left on device")
+
+    server = await start(limits=ServerLimits(profile_dir=str(tmp_path / "traces")))
+    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: None)
+    monkeypatch.setattr("jax.profiler.stop_trace", fail)
+    assert (await server.send("POST", "/start_profile")).status == 200
+    reply = await server.send("POST", "/stop_profile")
+    assert (reply.status, "No space left" in reply.error["message"]) == (400, True)
+    assert (await server.post({"prompt": "ABC", "max_tokens": 3})).text == "DEF"
+
+
 async def test_profiles_need_a_folder(server):
     reply = await server.send("POST", "/start_profile")
     assert reply.status == 400
