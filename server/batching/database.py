@@ -2,7 +2,7 @@
 
 import dataclasses
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,8 @@ class Database:
             (key_id, key_id, MAX_BATCHES, *OPEN),
         )
 
-    def delete_file(self, file_id: str, owner: str | None) -> StoredFile | None:
-        """Forget a file; None if there is none that `owner` may see.
+    def unused_file(self, file_id: str, owner: str | None) -> StoredFile | None:
+        """A file that may be forgotten; None if there is none that `owner` may see.
 
         Raises:
             RequestError: a batch that has not ended reads it.
@@ -172,19 +172,22 @@ class Database:
             raise RequestError(
                 f"the file is the input of {user[0]}, which has not ended: cancel it or wait"
             )
-        with self._db:
-            self._db.execute("DELETE FROM files WHERE file_id = ?", (file_id,))
         return file
 
-    def forget_expired(self, now: int) -> list[str]:
-        """Forget the files whose time is over, and name them; not those that a batch reads."""
-        with self._db:
-            found = self._db.execute(
-                "DELETE FROM files WHERE expires_at <= ? AND file_id NOT IN (SELECT input_file_id "
-                f"FROM batches WHERE {_status_in(OPEN)}) RETURNING file_id",
-                (now, *OPEN),
-            ).fetchall()
+    def expired_files(self, now: int) -> list[str]:
+        """The files whose time is over, but for those that a batch reads."""
+        found = self._db.execute(
+            "SELECT file_id FROM files WHERE expires_at <= ? AND file_id NOT IN (SELECT "
+            f"input_file_id FROM batches WHERE {_status_in(OPEN)})",
+            (now, *OPEN),
+        )
         return [row[0] for row in found]
+
+    def forget_files(self, file_ids: Iterable[str]) -> None:
+        with self._db:
+            self._db.executemany(
+                "DELETE FROM files WHERE file_id = ?", [(file_id,) for file_id in file_ids]
+            )
 
     def open_batches(self) -> list[Batch]:
         """Those that have not ended, oldest first."""

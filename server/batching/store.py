@@ -96,15 +96,23 @@ class BatchStore:
 
     async def delete(self, file_id: str, owner: str | None) -> bool:
         """Forget a file and its content; False if there is none that `owner` may see."""
-        found = await self.run(self.db.delete_file, file_id, owner)
-        if found is not None:
-            await self.run(self.path(file_id).unlink, missing_ok=True)
-        return found is not None
+        return await self.run(self._delete, file_id, owner)
 
     async def delete_expired(self) -> None:
         """Forget files whose time is over, but for inputs of batches that have not ended."""
-        for file_id in await self.run(self.db.forget_expired, int(time.time())):
-            await self.run(self.path(file_id).unlink, missing_ok=True)
+        await self.run(lambda: self._forget(self.db.expired_files(int(time.time()))))
+
+    def _delete(self, file_id: str, owner: str | None) -> bool:
+        found = self.db.unused_file(file_id, owner)
+        if found is not None:
+            self._forget([file_id])
+        return found is not None
+
+    def _forget(self, file_ids: list[str]) -> None:
+        for file_id in file_ids:  # first: on a full disk this gives the room to note it
+            self.path(file_id).unlink(missing_ok=True)
+        if file_ids:
+            self.db.forget_files(file_ids)
 
 
 def _locked(path: Path) -> BinaryIO:

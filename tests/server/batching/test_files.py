@@ -13,6 +13,7 @@ from yarl import URL
 
 from jaxpaged.errors import ConfigError
 from server.batching import store as store_module
+from server.batching.database import Database
 from server.batching.records import StoredFile
 from server.batching.requests import RUNNER
 from server.batching.store import BatchStore
@@ -250,6 +251,25 @@ async def test_a_disk_that_is_full_or_fails_is_told(serve, client_of, monkeypatc
         assert caught.value.status_code == status
     assert left(server) == []
     await client.files.create(file=("a", b"x"), purpose="batch")
+
+
+async def test_deleting_makes_the_room_that_noting_it_takes(serve, client_of, monkeypatch):
+    """Else nobody could ever empty a full disk."""
+    server = await serve()
+    client, forget = client_of(server), Database.forget_files
+    files = [await client.files.create(file=("a", b"x"), purpose="batch") for _ in range(2)]
+    store = server.app[RUNNER].store
+
+    def full(self, file_ids):
+        if any(store.path(file_id).exists() for file_id in file_ids):
+            raise OSError(errno.ENOSPC, "on purpose")
+        forget(self, file_ids)
+
+    monkeypatch.setattr(Database, "forget_files", full)
+    await client.files.delete(files[0].id)
+    monkeypatch.setattr(Database, "expired_files", lambda self, now: [files[1].id])
+    await store.delete_expired()
+    assert left(server) == []
 
 
 NO_IDS = [
