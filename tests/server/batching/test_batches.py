@@ -91,7 +91,7 @@ BAD_FILES = [
     (b"\n\n", "empty_file", "no line"),
     (b"{broken\n", "invalid_line", "no valid JSON"),
     (b"\xff\xfe\n", "invalid_line", "no valid JSON"),
-    (b"[" * 100_000, "invalid_line", "no valid JSON"),
+    (b"[" * 100_000, "invalid_line", "nested over 128"),
     (jsonl(line("a"), line("a")), "invalid_line", "stands in line 1"),
     (jsonl(line("a"), line("b", CHAT)), "invalid_line", "allowed: /v1/completions"),
     (jsonl(line("a") | {"method": "GET"}), "invalid_line", "method"),
