@@ -6,11 +6,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from jaxpaged.bench.report import Report
 from jaxpaged.bench.targets import STARTUP_S
-from jaxpaged.errors import JaxPagedError
+from jaxpaged.errors import ConfigError, JaxPagedError
 
 _CHILD = """
 import sys, time, json
@@ -34,15 +35,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--label", default="")
     parser.add_argument("--engine-args", default="", help="more flags of the engine, one string")
+    parser.add_argument(
+        "--compile-cache-dir", type=Path, help="keep the programs here; must be new or empty"
+    )
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    """Start twice with one new cache folder: the first finds it empty, the second full."""
+    """Start twice with one new cache folder: the first finds it empty, the second full.
+
+    Raises:
+        ConfigError: a `--compile-cache-dir` that is not empty.
+        JaxPagedError: a start that failed.
+    """
+    kept: Path | None = args.compile_cache_dir
+    if kept is not None and kept.is_dir() and any(kept.iterdir()):
+        raise ConfigError(f"--compile-cache-dir: {kept} is not empty; name a new folder")
     with tempfile.TemporaryDirectory() as folder:
+        programs = kept or Path(folder)
         for state in ("cold", "warm"):
             start = time.monotonic()
             command = [sys.executable, "-c", _CHILD, "--model", args.model]
-            command += ["--load-format", args.load_format, "--compile-cache-dir", f"{folder}/cache"]
+            command += ["--load-format", args.load_format, "--compile-cache-dir", str(programs)]
             command += args.engine_args.split()
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
