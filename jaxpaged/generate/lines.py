@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxpaged.openai.nesting import MAX_NESTING, is_too_deep
+from jaxpaged.openai.nesting import TOO_DEEP, is_too_deep
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ID = 512  # characters
@@ -54,7 +54,7 @@ def read_lines(
 
 def _read(number: int, raw: bytes, urls: Collection[str]) -> Line | BadLine:
     if is_too_deep(raw):
-        return BadLine(number, None, f"nested over {MAX_NESTING} objects and lists deep")
+        return BadLine(number, None, TOO_DEEP)
     try:
         given: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

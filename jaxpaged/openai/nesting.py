@@ -6,6 +6,7 @@ What reads bodies here walks them by recursion, templates and grammars too, so d
 import numpy as np
 
 MAX_NESTING = 128  # objects and lists within each other
+TOO_DEEP = f"nested over {MAX_NESTING} objects and lists deep"
 
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1

@@ -9,7 +9,7 @@ from jaxpaged.core.params import check_ids
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError, UnsupportedParameter
-from jaxpaged.openai.nesting import MAX_NESTING, is_too_deep
+from jaxpaged.openai.nesting import TOO_DEEP, is_too_deep
 from jaxpaged.openai.schema import ChatRequest, ConversationFields
 
 MAX_PROMPTS = 2048  # prompts times n, in one request
@@ -166,9 +166,7 @@ def _parsed_calls(where: str, given: Any) -> list[dict[str, Any]]:
 def _json(where: str, text: str) -> Any:
     data = text.encode() or b"{}"
     if is_too_deep(data):
-        raise RequestError(
-            f"{where} has arguments nested over {MAX_NESTING} objects and lists deep", param=where
-        )
+        raise RequestError(f"{where} has arguments {TOO_DEEP}", param=where)
     try:
         return msgspec.json.decode(data)
     except msgspec.DecodeError:

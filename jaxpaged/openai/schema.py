@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 
 from jaxpaged.errors import RequestError
-from jaxpaged.openai.nesting import MAX_NESTING, is_too_deep
+from jaxpaged.openai.nesting import TOO_DEEP, is_too_deep
 
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
@@ -171,7 +171,7 @@ def decode_body[T](data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
             field's path.
     """
     if is_too_deep(data):
-        raise RequestError(f"the body is nested over {MAX_NESTING} objects and lists deep")
+        raise RequestError(f"the body is {TOO_DEEP}")
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
