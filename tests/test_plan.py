@@ -24,8 +24,8 @@ def test_a_plan_needs_no_weights_and_no_gpu(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "llama3-8b, bfloat16"
     assert [line[:19].strip() for line in lines[1:]] == [
-        "device", "weights", "sequence slots", "workspace", "page pool", "longest context",
-        "concurrency", "verdict",
+        "device", "weights", "sequence slots", "workspace", "steps a dispatch", "page pool",
+        "longest context", "concurrency", "verdict",
     ]  # fmt: skip
     assert "14.96 GiB" in lines[2]
     assert lines[-1].endswith("fits")

@@ -172,8 +172,8 @@ class SchedulerSettings:
     async_scheduling: bool = setting(True, "plan the next step while one runs")
     num_scheduler_steps: int | None = setting(
         None,
-        "decode steps that one program takes while nobody waits (default: 4 or 2 for a model so "
-        "small that a GPU waits for its host, otherwise 1)",
+        "decode steps that one program takes while nobody waits (default: 8 where a GPU reads the "
+        "weights faster than its host starts a program, otherwise 1)",
     )
     speculative_config: dict[str, Any] = setting(
         {},

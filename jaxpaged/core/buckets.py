@@ -29,6 +29,8 @@ _SIZES: dict[str, tuple[_Sizes, _Sizes, tuple[SamplerKind, ...]]] = {
 _TOKENS_OF_FEW = (128, 256, 512)  # on a GPU: a short prompt alone need not sample for all rows
 _FEW_SEQS = 16
 _DRAFT_TOKENS = (8, 16, 32, 64, 128)
+# rows of several decode steps in one program: of a small model, to which more rows cost little
+_CHAINED_SEQS = (1, 8, 32, 64, 128, 256, 512, 1024)
 # what may stand in for a sampler that a size was not compiled with, cheapest first
 _STAND_INS: dict[SamplerKind, tuple[SamplerKind, ...]] = {
     "greedy": ("greedy", "sampled", "full"),
@@ -91,6 +93,10 @@ class BucketLadder:
 
     def __init__(self, buckets: Iterable[Bucket]):
         self._buckets = tuple(sorted(set(buckets)))
+        decodes = [bucket for bucket in self._buckets if bucket.kind == "decode"]
+        rows = {bucket.num_seqs for bucket in decodes}
+        chained = rows.intersection(_CHAINED_SEQS) | {max(rows, default=0)}
+        self._chained = tuple([bucket for bucket in decodes if bucket.num_seqs in chained])
         self._steps: dict[tuple[StepKind, SamplerKind], list[tuple[int, int, Bucket]]] = {}
         for bucket in self._buckets:
             step = (bucket.num_tokens, bucket.num_seqs, bucket)
@@ -99,6 +105,18 @@ class BucketLadder:
     def all_buckets(self) -> tuple[Bucket, ...]:
         """Every bucket that `choose` may name, for compiling them before the first request."""
         return self._buckets
+
+    def chained_buckets(self) -> tuple[Bucket, ...]:
+        """Those of which one program may take several steps."""
+        return self._chained
+
+    def chained(self, bucket: Bucket) -> Bucket:
+        """The smallest of `chained_buckets` that holds the rows of a decode step's bucket."""
+        return next(
+            one
+            for one in self._chained
+            if one.sampler == bucket.sampler and one.num_seqs >= bucket.num_seqs
+        )
 
     def choose(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds the plan and samples as its rows ask.

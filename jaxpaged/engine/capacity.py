@@ -30,6 +30,8 @@ from jaxpaged.sharding import Placement, keys_of, laid_out
 CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS = 8, 256
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 8192
 USUAL_LEN = 512  # tokens that the default number of running sequences must find pages for
+DISPATCH_S = 0.002  # that starting a program takes the host, about
+CHAIN_LENGTH = 8  # decode steps of one program where the device takes less for a step
 LEAST_PAGES = 3  # the null page, and two to write to
 MARGIN_BYTES = GIB // 2  # never planned: holes between allocations, and errors of the estimate
 ALIGNMENT = 256  # bytes; of every allocation
@@ -112,6 +114,11 @@ class MemoryPlan:
                 f"workspace          {gib(self.workspace)} for steps of "
                 f"{self.max_num_batched_tokens} tokens, and {gib(self.margin)} kept free",
             ]
+            read = f"{1000 * self.weights / self.device.bytes_per_s:.1f} ms"
+            lines.append(
+                f"steps a dispatch   {self.num_scheduler_steps}; weights are read in {read}, "
+                f"a dispatch takes the host about {1000 * DISPATCH_S:g}"
+            )
         pools, pool = self.pools, gib(self.num_pages * self.page)
         counts = f"{self.page_size} tokens, {self.pool_tokens} tokens, {self.page} bytes a page"
         if pools.num_local_pages:
@@ -272,14 +279,13 @@ def _plan(
 
 
 def _num_scheduler_steps(config: EngineConfig, weights: int, device: DeviceMemory) -> int:
-    """Decode steps a dispatch, which takes the host 1.5 to 2.3 ms; a GPU reads 4 GiB in 1 ms."""
+    """Decode steps a dispatch: several where a single GPU would wait for its host."""
     sched = config.scheduler
     if sched.num_scheduler_steps is not None:
         return sched.num_scheduler_steps
-    is_staged = config.parallel.pipeline_parallel_size > 1
-    if device.is_cpu or is_staged or sched.speculation is not None or weights > 6 * GIB:
+    if device.is_cpu or config.parallel.num_devices > 1 or sched.speculation is not None:
         return 1
-    return 2 if weights > 2 * GIB else 4
+    return CHAIN_LENGTH if weights / device.bytes_per_s < DISPATCH_S else 1
 
 
 def _check_sizes(

@@ -15,22 +15,24 @@ from jaxpaged.metrics import EngineMetrics
 GIB = 2**30
 CPU_MARGIN = 0.8  # share of the host memory that is free which the pool may take
 
-# MiB that the driver shows, by a name's beginning, longest first
+# by a name's beginning, longest first: MiB that the driver shows, GB/s of the sheet
 GPUS = {
-    "B200": 183_359,
-    "H200": 143_771,
-    "H100": 81_559,
-    "H20": 97_871,
-    "A100-40": 40_960,
-    "A100": 81_920,
-    "A10": 23_028,
-    "L40S": 46_068,
-    "L40": 46_068,
-    "L4": 23_034,
-    "RTX 4090": 24_564,
-    "RTX 3090": 24_576,
-    "T4": 15_360,
+    "B200": (183_359, 8000),
+    "H200": (143_771, 4800),
+    "H100": (81_559, 3350),
+    "H20": (97_871, 4000),
+    "A100-40": (40_960, 1555),
+    "A100": (81_920, 1935),
+    "A10": (23_028, 600),
+    "L40S": (46_068, 864),
+    "L40": (46_068, 864),
+    "L4": (23_034, 300),
+    "RTX 4090": (24_564, 1008),
+    "RTX 3090": (24_576, 936),
+    "T4": (15_360, 300),
 }
+OTHER_GPU = 1000  # GB/s of one that is not among these
+REACHED = 0.9  # share of the sheet's bandwidth that reading weights comes to
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ class DeviceMemory:
     name: str
     total_bytes: int
     is_cpu: bool
+
+    @property
+    def bytes_per_s(self) -> float:
+        """At which a GPU reads weights, about."""
+        known = _known(self.name)
+        return REACHED * 1e9 * (GPUS[known][1] if known else OTHER_GPU)
 
     def limit_bytes(self, config: EngineConfig) -> int:
         """What the configuration lets this process take."""
@@ -72,17 +80,23 @@ def named_device(name: str) -> DeviceMemory:
     Raises:
         ConfigError: neither a known name nor a number.
     """
-    wanted = name.upper().removeprefix("NVIDIA").strip(" -_")
-    for known, mebibytes in GPUS.items():
-        if wanted.startswith(known):
-            return DeviceMemory(known, mebibytes * 2**20, is_cpu=False)
+    known = _known(name)
+    if known:
+        return DeviceMemory(known, GPUS[known][0] * 2**20, is_cpu=False)
     try:
+        wanted = name.upper().strip(" -_")
         gibibytes = float(wanted.removesuffix("GIB").removesuffix("GB"))
     except ValueError:
         raise ConfigError(
             f"--gpu is {name!r}, known are {', '.join(sorted(GPUS))}, or give its GiB of memory"
         ) from None
     return DeviceMemory(f"GPU of {gibibytes:g} GiB", int(gibibytes * GIB), is_cpu=False)
+
+
+def _known(name: str) -> str:
+    """The entry of `GPUS` that a device's name stands for; empty where there is none."""
+    wanted = name.upper().removeprefix("NVIDIA").strip(" -_").removeprefix("GEFORCE ")
+    return next((known for known in GPUS if wanted.startswith(known)), "")
 
 
 def bytes_in_use(devices: Sequence[Any] | None) -> int:

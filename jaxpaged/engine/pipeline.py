@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from jaxpaged.core.batch_builder import BatchBuilder
-from jaxpaged.core.buckets import BucketLadder
+from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.core.packing import HostBatch
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.scheduler import Scheduler
@@ -62,27 +62,15 @@ class StepPipeline:
 
     def start(self, plan: StepPlan) -> None:
         """Dispatch a step, and where a chain of steps may go at once those that follow it."""
-        chain, batches = [plan], [self._build(plan)]
-        bucket = batches[0].bucket
-        may_chain = bucket.kind == "decode" and not self._scheduler.num_waiting
-        while may_chain and len(chain) < self._num_scheduler_steps:
-            plan = self._scheduler.schedule()
-            if not plan:
-                break
-            if plan.changes_before:
-                self._dispatch(chain, batches)
-                return self._dispatch([plan], [self._build(plan)])
-            batch = self._build(plan)
-            if batch.bucket != bucket:
-                self._dispatch(chain, batches)
-                return self._dispatch([plan], [batch])
-            chain.append(plan)
-            batches.append(batch)
-        return self._dispatch(chain, batches)
+        bucket = self._ladder.choose(plan)
+        may_chain = self._num_scheduler_steps > 1 and not self._scheduler.num_waiting
+        if may_chain and bucket.kind == "decode":
+            return self._start_chain(plan, self._ladder.chained(bucket))
+        return self._dispatch([plan], [self._build(plan, bucket)])
 
     def start_forward(self, plan: StepPlan) -> tuple[HostBatch, PendingLogits]:
         """The first half of a step whose masks come later; `start_sampling` must follow."""
-        batch = self._build(plan)
+        batch = self._build(plan, self._ladder.choose(plan))
         return batch, self.runner.dispatch_forward(batch)
 
     def start_sampling(self, plan: StepPlan, batch: HostBatch, logits: PendingLogits) -> None:
@@ -100,6 +88,23 @@ class StepPipeline:
             self.last_step_time = time.monotonic()
             yield plan, result, begun + (self.last_step_time - begun) * i / len(started.plans)
 
+    def _start_chain(self, plan: StepPlan, bucket: Bucket) -> None:
+        """Dispatch a decode step with those that follow it, as far as `bucket` holds them."""
+        chain, batches = [plan], [self._build(plan, bucket)]
+        while len(chain) < self._num_scheduler_steps:
+            plan = self._scheduler.schedule()
+            if not plan:
+                break
+            own = self._ladder.choose(plan)
+            is_alike = (own.kind, own.sampler) == (bucket.kind, bucket.sampler)
+            fits = is_alike and own.num_seqs <= bucket.num_seqs
+            if plan.changes_before or self._scheduler.num_waiting or not fits:
+                self._dispatch(chain, batches)
+                return self._dispatch([plan], [self._build(plan, own)])
+            chain.append(plan)
+            batches.append(self._build(plan, bucket))
+        return self._dispatch(chain, batches)
+
     def _dispatch(self, plans: Seq[StepPlan], batches: Seq[HostBatch]) -> None:
         if len(plans) == self._num_scheduler_steps > 1:
             self._keep(plans, self.runner.dispatch_chain(batches))
@@ -109,14 +114,13 @@ class StepPipeline:
     def _keep(self, plans: Seq[StepPlan], pending: Seq[PendingStep]) -> None:
         self._started.append(_Started(plans, pending, time.monotonic()))
 
-    def _build(self, plan: StepPlan) -> HostBatch:
+    def _build(self, plan: StepPlan, bucket: Bucket) -> HostBatch:
         for slot, token_ids, num_prompt_tokens in plan.slot_resets:
             self.runner.set_history(slot, token_ids, num_prompt_tokens)
         if plan.page_moves:
             self.runner.move_pages(plan.page_moves)
         if plan.page_copies:
             self.runner.copy_pages(plan)
-        bucket = self._ladder.choose(plan)
         batch = self._builder.build(plan, bucket)
         self.num_padded_tokens += bucket.num_tokens - plan.num_tokens
         if self.on_step is not None:

@@ -1,7 +1,7 @@
 """What each compiled program of one model and one page pool computes, and on which shapes."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxpaged.arrays import DeviceState, KVPages, Params
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import LogprobsMode
-from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.core.host_tier import MOVE_WIDTHS
 from jaxpaged.core.packing import PackedLayout
 from jaxpaged.engine.drafting import DraftModel
@@ -238,16 +238,16 @@ class ProgramSource:
         function = partial(store_pages, kinds=kinds)
         return self._program(name, function, (pool, rows, page_ids), pool, 0)
 
-    def all_programs(self, buckets: Iterable[Bucket]) -> dict[str, Callable[[], Program]]:
+    def all_programs(self, ladder: BucketLadder) -> dict[str, Callable[[], Program]]:
         """What makes each program that these buckets need, by name; large ones first."""
         programs: dict[str, Callable[[], Program]] = {}
-        for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
+        for bucket in sorted(ladder.all_buckets(), key=lambda bucket: -bucket.num_tokens):
             programs[bucket.forward_name] = partial(self.forward, bucket)
             if bucket.needs_sampling and self.is_last:
                 programs[bucket.sample_name] = partial(self.sample, bucket)
-            if bucket.kind == "decode" and self._chain_length > 1:
-                make = partial(self.chain, bucket, self._chain_length)
-                programs[bucket.chain_name(self._chain_length)] = make
+        for bucket in ladder.chained_buckets() if self._chain_length > 1 else ():
+            make = partial(self.chain, bucket, self._chain_length)
+            programs[bucket.chain_name(self._chain_length)] = make
         for length in self.reset_lengths if self.is_last else ():
             programs[f"reset {length}"] = partial(self.reset, length)
         for kind, width in self._page_programs:

@@ -4,13 +4,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.engine.compile_clock import CompileClock
 from jaxpaged.engine.executables import ExecutableStore
 from jaxpaged.engine.lowering import LoweringProcesses, lower_exported
@@ -61,13 +61,13 @@ class Programs:
         """The program that moves `width` pages: copy, fetch or store."""
         return self._finished.get(f"{kind} {width}") or self._get(self.source.page(kind, width))
 
-    def warm_up(self, buckets: Iterable[Bucket], notice: Callable[[int, int], None]) -> None:
+    def warm_up(self, ladder: BucketLadder, notice: Callable[[int, int], None]) -> None:
         """Load every program, and compile in parallel what is not there.
 
         `notice(done, total)` is called after each. Lowering holds the interpreter's lock, so for
         many programs it happens in processes of its own.
         """
-        programs = self.source.all_programs(buckets)
+        programs = self.source.all_programs(ladder)
         with ThreadPoolExecutor(_num_threads()) as pool:
             found = pool.map(self._load, programs)
             missing = [

@@ -133,7 +133,8 @@ class Runner:
     def dispatch_chain(self, batches: Sequence[HostBatch]) -> list[PendingStep]:
         """Start several steps, all of one bucket, in one program."""
         bucket = batches[0].bucket
-        packed = jax.device_put(self._programs.source.layout(bucket).chained(batches))
+        packed = self._programs.source.layout(bucket).chained(batches)
+        packed = jax.device_put(packed, self._everywhere)
         self._state, words = self._programs.chain(bucket, len(batches))(
             self._own_params, self._state, packed
         )

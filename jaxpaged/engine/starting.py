@@ -95,15 +95,14 @@ def make_programs(
 
 def warm_up(programs: Sequence[Programs], ladder: BucketLadder, show_progress: bool) -> None:
     """Have every program ready, with a bar that tells how many are."""
-    buckets = ladder.all_buckets()
     for stage in programs:
-        with tqdm(total=len(buckets), desc="programs", disable=not show_progress) as bar:
+        with tqdm(desc="programs", disable=not show_progress) as bar:
 
             def notice(done: int, total: int, bar: Any = bar) -> None:
                 bar.total, bar.n = total, done
                 bar.refresh()
 
-            stage.warm_up(buckets, notice)
+            stage.warm_up(ladder, notice)
 
 
 def make_runner(

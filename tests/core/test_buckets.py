@@ -136,3 +136,16 @@ def test_steps_with_drafts_have_sizes_of_their_own_where_speculation_is_on():
     assert {bucket.sampler for bucket in added} == {"greedy", "sampled"}
     assert max(bucket.num_tokens for bucket in added) == 32 * 6
     assert all(b.num_logits == b.num_samples == b.num_tokens >= b.num_seqs for b in added)
+
+
+def test_several_steps_a_program_come_in_few_sizes_that_hold_every_decode_step():
+    ladder = default_ladder("gpu", 256, 8192)
+    decodes = [bucket for bucket in ladder.all_buckets() if bucket.kind == "decode"]
+    for bucket in decodes:
+        one = ladder.chained(bucket)
+        assert one in ladder.chained_buckets()
+        assert one in decodes
+        assert one.sampler == bucket.sampler
+        assert one.num_seqs >= bucket.num_seqs
+    assert 2 * len(ladder.chained_buckets()) <= len(decodes)
+    assert {one.num_seqs for one in default_ladder("gpu", 5, 512).chained_buckets()} == {1, 5}

@@ -229,3 +229,24 @@ def test_the_longest_sequence_finds_pages_of_both_kinds_whatever_the_memory(ever
         assert found.model.max_len == 131_072
     assert found.concurrency >= 1
     assert found.model.max_len >= (blocks - 1) * 16 or found.model.max_len == 131_072
+
+
+@pytest.mark.parametrize(
+    ("weights_gib", "device", "flags", "steps"),
+    [
+        (1, H200, (), 8),
+        (7.5, H200, (), 8),  # 4e9 parameters
+        (15, H200, (), 1),
+        (1.5, named_device("NVIDIA A10G"), (), 1),
+        (0.5, CPU, (), 1),
+        (1, H200, ("--num-scheduler-steps", "1"), 1),
+        (15, H200, ("--num-scheduler-steps", "4"), 4),
+        (1, H200, ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), 1),
+        (1, H200, ("-tp", "2"), 1),
+    ],
+)
+def test_several_steps_a_dispatch_where_weights_are_read_faster_than_the_host_dispatches(
+    weights_gib, device, flags, steps
+):
+    found = plan(*flags, weights=int(weights_gib * GIB), device=device)
+    assert found.num_scheduler_steps == steps

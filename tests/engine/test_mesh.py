@@ -47,7 +47,7 @@ def ranks_of(answer):
 
 
 def test_the_mesh_wakes_with_the_weights_that_it_went_to_sleep_with(parts_mesh):
-    engine = TinyEngine(parts_mesh, poison=False)
+    engine = TinyEngine(parts_mesh, poison=False, num_scheduler_steps=3)
     control = EngineControl(replace(parts_mesh, engine=engine.engine))
     before = engine.generate([SHARED], [GREEDY])[0].outputs[0].token_ids
     for level in (1, 2):
