@@ -71,12 +71,11 @@ class _Speculation:
 class EngineMetrics:
     """All metrics of one engine. `load` is also the last state as plain numbers."""
 
-    _memory: list[Gauge] | None = None  # of devices that tell it
     num_prompt_tokens = num_output_tokens = 0  # since start
 
     def __init__(self, model_name: str, max_model_len: int, engine: int = 0):
-        self.registry = CollectorRegistry()
-        self.load = NO_LOAD
+        self.registry, self.load = CollectorRegistry(), NO_LOAD
+        self._asked: dict[str, Gauge] = {}  # by name
         self._speculation: _Speculation | None = None
         self._labels = {"model_name": model_name, "engine": str(engine)}
         lengths = _one_two_five(max_model_len)
@@ -142,16 +141,23 @@ class EngineMetrics:
 
     def watch_memory(self, device: int, in_use: Callable[[], float], limit: float) -> None:
         """Publish a device's memory in bytes; `in_use` is asked at every scrape."""
-        labels = self._labels | {"device": str(device)}
-        if self._memory is None:
-            kinds = ("memory_in_use_bytes", "memory_limit_bytes")
-            self._memory = [
-                Gauge(f"jaxpaged:device_{kind}", "of this process", list(labels),
-                      registry=self.registry)
-                for kind in kinds
-            ]  # fmt: skip
-        self._memory[0].labels(**labels).set_function(in_use)
-        self._memory[1].labels(**labels).set(limit)
+        for kind, ask in (("in_use", in_use), ("limit", lambda: limit)):
+            name = f"device_memory_{kind}_bytes"
+            self.ask(name, "of this process", ask, "jaxpaged", device=str(device))
+
+    def ask(
+        self,
+        name: str,
+        help: str,
+        value: Callable[[], float],
+        prefix: str = "vllm",
+        **labels: str,
+    ) -> None:
+        """Publish a gauge whose value is asked for at every scrape, by the thread that scrapes."""
+        names = self._labels | labels
+        if name not in self._asked:
+            self._asked[name] = Gauge(f"{prefix}:{name}", help, list(names), registry=self.registry)
+        self._asked[name].labels(**names).set_function(value)
 
     def prompt_added(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)

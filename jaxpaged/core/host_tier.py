@@ -35,7 +35,13 @@ class HostTier:
 
     @property
     def num_used_pages(self) -> int:
-        return self.num_prefix_pages + sum([num_pages for _, num_pages in self._kept.values()])
+        kept = list(self._kept.values())  # another thread may look, too
+        return self.num_prefix_pages + sum([num_pages for _, num_pages in kept])
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences in host memory."""
+        return len(self._kept)
 
     @property
     def num_free_pages(self) -> int:

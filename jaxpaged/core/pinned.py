@@ -54,6 +54,11 @@ class PinnedPrefixes:
     def __iter__(self) -> Iterator[WarmPrefix]:
         return iter(list(self._pinned.values()))
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that are held, one in several prefixes counted once."""
+        return len({page_id for prefix in self for page_id in prefix.page_ids})
+
     def get(self, prefix_id: str) -> WarmPrefix | None:
         return self._pinned.get(prefix_id)
 

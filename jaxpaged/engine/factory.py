@@ -31,6 +31,7 @@ from jaxpaged.engine.drafting import draft_cost, open_draft
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device, watch_devices
+from jaxpaged.engine.page_metrics import watch_pages
 from jaxpaged.engine.starting import make_programs, make_runner, refuse_combinations, warm_up
 from jaxpaged.engine.swapping import swap_limits
 from jaxpaged.engine.texts import template_for, tokenizer_for
@@ -116,6 +117,7 @@ def build_engine(
         runner = make_runner(plan, loaded, placement, programs)
     parts = _host_side(config, plan, processors, draft_cost(files))
     metrics = _metrics(config, plan, dtype)
+    watch_pages(metrics, parts.scheduler)
     engine = Engine(
         runner,
         parts.scheduler,
