@@ -1,9 +1,10 @@
 """What a step costs the host: the whole loop of the engine over a device that takes no time.
 
-    python -m benchmarks.host_loop [--rows 256] [--steps 200] [--profile]
+    python -m benchmarks.host_loop [--rows 256] [--steps 200] [--stream] [--profile]
 
-Plans, builds, commits and tells steps of `rows` decodes; only the device's part is left out. What
-is printed must stay under a step's time on the GPU, or the GPU waits.
+Plans, builds, commits and tells steps of `rows` decodes; only the device's part is left out. With
+`--stream` every token is told at once, otherwise as to callers who wait for the end. What is
+printed must stay under a step's time on the GPU, or the GPU waits.
 """
 
 import argparse
@@ -19,10 +20,11 @@ from jaxpaged.core.buckets import default_ladder
 from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.packing import HostBatch
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.factory import calm_collector
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.runner import PendingStep, StepResult
@@ -84,13 +86,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     llm = make_llm(args.rows, ids_only_tokenizer(), VOCAB)
-    params = SamplingParams(temperature=0, max_tokens=args.steps, ignore_eos=True, detokenize=False)
+    kind = OutputKind.DELTA if args.stream else OutputKind.FINAL_ONLY
+    fields = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "output_kind": kind}
+    params = SamplingParams(max_tokens=args.steps, **fields)
     prompts = np.random.RandomState(0).randint(0, VOCAB, (args.rows, 128)).tolist()
     jobs = [(None, llm.parts.inputs.request(prompt, params)) for prompt in prompts]
     profile = cProfile.Profile()
+    calm_collector()  # as a real engine does when it is ready
     wall, cpu = time.monotonic(), time.thread_time()
     if args.profile:
         profile.enable()

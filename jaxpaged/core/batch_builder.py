@@ -55,6 +55,7 @@ class BatchBuilder:
         self._num_pages = [0] * slots
         self._owners: list[list[int]] = [[]] * slots  # page lists; another one is filled anew
         self._edits: list[RowEdits | None] = [None] * slots
+        self._is_edited = np.zeros(slots, bool)  # rows with more than the fields below say
         self._fields: Views = {
             "temperature": np.zeros(slots, np.float32),
             "top_k": np.zeros(slots, np.int32),
@@ -166,7 +167,8 @@ class BatchBuilder:
         self._edit_fields["counts_row"][slot] = params.has_penalties
         names = set(params.logits_processors or ())
         self._edit_fields["processors"][slot] = sum(1 << self._processors[name] for name in names)
-        self._edits[slot] = row_edits(seq.request, self.vocab)
+        self._edits[slot] = edits = row_edits(seq.request, self.vocab)
+        self._is_edited[slot] = edits is not None or params.logprob_token_ids is not None
 
     def _fill_tokens(
         self,
@@ -251,12 +253,12 @@ class BatchBuilder:
         views["repetition_penalty"][num:] = 1.0
         views["counts_row"][:num] &= rows.samples
         views["told_ids"][:, 0] = -1
-        for i, (slot, samples) in enumerate(zip(rows.slots, rows.samples, strict=True)):
-            told = rows.seqs[i].request.params.logprob_token_ids
+        edited: list[int] = np.flatnonzero(self._is_edited[slots]).tolist()
+        for i in edited:
+            told, edits = rows.seqs[i].request.params.logprob_token_ids, self._edits[rows.slots[i]]
             if told is not None:
                 views["told_ids"][i, : len(told)] = told
-            edits = self._edits[slot]
-            if edits is None or not samples:
+            if edits is None or not rows.samples[i]:
                 continue
             position = rows.starts[i] + rows.q_lens[i]
             edits.write(views["bias_ids"][i], views["bias_values"][i], rows.seqs[i], position)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Literal
 
 from jaxpaged.config.speculation import Speculation
@@ -88,6 +89,9 @@ class Bucket:
         return f"sample {self.sampler} {self.num_samples} {self.num_logits}"
 
 
+_SAMPLERS: tuple[SamplerKind, ...] = ("greedy", "sampled", "full")  # by `Sequence.sampler_level`
+
+
 class BucketLadder:
     """The sizes that a step may be padded to."""
 
@@ -145,12 +149,12 @@ class BucketLadder:
 def sampler_of(plan: StepPlan) -> SamplerKind:
     """The least that a step's sampler must be able to do."""
     rows = plan.columns
-    level = max([seq.sampler_level for seq in rows.seqs], default=0)
-    if level <= 1 and all(rows.samples):
-        return "sampled" if level else "greedy"
-    if level > 2 and plan.wants_prompt_logprobs:
+    levels = [seq.sampler_level for seq in rows.seqs]
+    if max(levels, default=0) <= 2:
+        return _SAMPLERS[max(compress(levels, rows.samples), default=0)]
+    if plan.wants_prompt_logprobs:
         return "scored"
-    params = [seq.request.params for seq, yes in zip(rows.seqs, rows.samples, strict=True) if yes]
+    params = [seq.request.params for seq in compress(rows.seqs, rows.samples)]
     if any([p.needs_edits for p in params]):
         return "full"
     return "sampled" if any([p.temperature for p in params]) else "greedy"

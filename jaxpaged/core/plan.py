@@ -4,7 +4,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from jaxpaged.core.sequence import Sequence
 
@@ -49,6 +52,17 @@ class RowColumns:
         self.q_lens.append(row.q_len)
         self.samples.append(row.samples)
         self.num_preemptions.append(row.num_preemptions)
+
+    def last_places(self) -> list[int]:
+        """Of each row the place of its last token among the step's."""
+        return [end - 1 for end in accumulate(self.q_lens)]
+
+    def kept(self, token_ids: np.ndarray) -> Seq[int | None]:
+        """What a step sampled, an entry a row: None where it is too early."""
+        tokens: list[int] = token_ids[: len(self)].tolist()
+        if all(self.samples):
+            return tokens
+        return [token if yes else None for token, yes in zip(tokens, self.samples, strict=True)]
 
 
 class PageMove(NamedTuple):

@@ -87,7 +87,7 @@ class RecordedScheduler:
         self._file.flush()
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[int]:
         self._write("commit", plan=self._plans.pop(id(plan)), sampled=sampled)
         return self._scheduler.commit(plan, sampled)
 

@@ -13,6 +13,7 @@ from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.reuse import Hit, PageReuse
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.core.speculator import Speculator
+from jaxpaged.core.steady import SteadyRows
 from jaxpaged.core.trace import Trace, WaitCause, note_plan, wait_cause
 from jaxpaged.core.turns import Turns
 from jaxpaged.errors import InvariantError, PromptTooLong
@@ -44,6 +45,7 @@ class Scheduler:
         self.wait_cause: WaitCause = "line"  # why the last plan admitted nobody further
         self.traces: dict[int, Trace] = {}  # by seq_id, of those that are to be explained
         self._speculator, self._turns = Speculator(limits), Turns(limits.num_stages)
+        self._steady = SteadyRows(pool, local)
 
     @property
     def num_running(self) -> int:
@@ -143,37 +145,36 @@ class Scheduler:
         moves = self.tier.take_moves() if draft.rows and self.tier.has_moves else ()
         return StepPlan(draft.rows, resets, draft.drafts, copies, moves, local_copies)
 
-    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[int]:
         """Take in what a step sampled, one entry a row; what a row samples too early is None.
 
-        Returns the sequences that got a token or finished. Rows of sequences that finished
+        Returns the rows whose sequences got a token or finished. Rows of sequences that finished
         meanwhile are ignored.
         """
         if plan.drafts:
             return [self._settle(*done) for done in self._speculator.take_verified(plan, sampled)]
         page_size, finished, rows = self.pool.page_size, SeqState.FINISHED, plan.columns
-        changed: list[Sequence] = []
-        for i, (seq, samples, token) in enumerate(
-            zip(rows.seqs, rows.samples, sampled, strict=True)
+        changed: list[int] = []
+        for i, (seq, start, q_len, token) in enumerate(
+            zip(rows.seqs, rows.starts, rows.q_lens, sampled, strict=True)
         ):
             if seq.state is finished:
                 continue
-            if samples:
-                if not isinstance(token, int):
-                    raise InvariantError(f"sequence {seq.seq_id}: its step sampled no token")
+            num_done = start + q_len
+            if isinstance(token, int):
                 seq.token_ids.append(token)
                 seq.num_in_flight -= 1
-                changed.append(seq)
-            num_done = rows.starts[i] + rows.q_lens[i]
+                changed.append(i)
+            elif rows.samples[i]:
+                raise InvariantError(f"sequence {seq.seq_id}: its step sampled no token")
             if num_done // page_size > seq.num_registered_pages:
                 self._reuse.committed(seq, rows.num_preemptions[i], num_done)
-            if samples:
-                ends = token in seq.stop_ids or len(seq.token_ids) > seq.num_needed_tokens
-                if ends and (cause := stop_cause(seq)):
-                    self.finish(seq, *cause)
-            elif not seq.request.max_tokens and num_done == seq.num_prompt_tokens:
-                self.finish(seq, "length", None)
-                changed.append(seq)
+            if token is None:
+                if num_done == seq.num_needed_tokens and not seq.request.max_tokens:
+                    self.finish(seq, "length", None)  # its prompt was all that was wanted
+                    changed.append(i)
+            elif token in seq.stop_ids or num_done >= seq.num_needed_tokens:
+                self._end_with_token(seq)
         return changed
 
     def check(self) -> None:
@@ -190,41 +191,33 @@ class Scheduler:
         self._reuse.check_cache()
         check_states(self.running, list(self._waiting), self._free_slots, self.limits.max_num_seqs)
 
-    def _settle(self, row: PlannedRow, num_done: int, cause: StopCause | None) -> Sequence:
-        """What follows from tokens that a step with drafts gave."""
+    def _end_with_token(self, seq: Sequence) -> None:
+        """Finish a sequence where its newest token ends it."""
+        if cause := stop_cause(seq):
+            self.finish(seq, *cause)
+
+    def _settle(self, i: int, row: PlannedRow, num_done: int, cause: StopCause | None) -> int:
+        """What follows from tokens that row `i` of a step with drafts gave."""
         if num_done // self.pool.page_size > row.seq.num_registered_pages:
             self._reuse.committed(row.seq, row.num_preemptions, num_done)
         if cause:
             self.finish(row.seq, *cause)
-        return row.seq
+        return i
 
     def _plan_running(self, draft: PlanDraft) -> None:
         """Rows of the sequences that hold pages, the last to give way first."""
-        page_size, running, rows = self.pool.page_size, SeqState.RUNNING, draft.rows
         draft.order = self._waiting.in_order(self._running.values())
-        for seq in self._turns.choose(draft):
+        chosen = self._turns.choose(draft)
+        num_done = self._steady.plan(draft, chosen)
+        num_rows, others = len(draft.rows), chosen[num_done:]
+        is_plain, running = not draft.speculates, SeqState.RUNNING
+        for seq in others:
             if seq.state is not running:
                 continue  # preempted a moment ago, to make room for one before it
-            start, num_in_flight, slot = seq.num_computed_tokens, seq.num_in_flight, seq.slot
-            if (
-                len(seq.token_ids) + num_in_flight - start != 1
-                or start <= seq.num_prompt_tokens
-                or start >= len(seq.page_ids) * page_size
-                or seq.needs_read_tokens
-                or slot is None
-                or draft.speculates
-            ):
-                self._plan_running_one(seq, start, draft)
-            elif start < seq.num_needed_tokens and draft.num_tokens < draft.plain_cap:
-                # a decode within its last page: most rows of most steps, so kept short
-                rows.seqs.append(seq)
-                rows.slots.append(slot)
-                rows.starts.append(start)
-                rows.q_lens.append(1)
-                rows.samples.append(True)
-                rows.num_preemptions.append(seq.num_preemptions)
-                draft.num_tokens += 1
-                seq.num_computed_tokens, seq.num_in_flight = start + 1, num_in_flight + 1
+            if not (is_plain and self._steady.add_row(draft, seq)):
+                self._plan_running_one(seq, seq.num_computed_tokens, draft)
+        if is_plain:
+            self._steady.learn(draft.rows, num_rows, others)
 
     def _plan_running_one(self, seq: Sequence, start: int, draft: PlanDraft) -> None:
         """A row for a sequence that holds pages, and more pages if it needs them."""
@@ -314,6 +307,7 @@ class Scheduler:
 
     def _stop_running(self, seq: Sequence) -> None:
         del self._running[seq.seq_id]
+        self._steady.leave()
         self._reuse.leave(seq)
         assert seq.slot is not None
         self._free_slots.append(seq.slot)

@@ -19,7 +19,7 @@ TOKENS_A_STEP = 2048  # of a text that are looked through in one step, so that n
 MEMORY = 0.8  # weight of the past in the rate of right guesses
 
 
-type _Verified = tuple[PlannedRow, int, StopCause | None]
+type _Verified = tuple[int, PlannedRow, int, StopCause | None]
 
 
 class _Text:
@@ -148,7 +148,7 @@ class Speculator:
     def take_verified(self, plan: StepPlan, sampled: Seq[Sampled]) -> Iterator[_Verified]:
         """Append what the rows of a step with drafts sampled, up to a token that ends the sequence.
 
-        Yields of every row how many leading tokens have KV, and why its sequence ends, as
+        Yields every row's place, the row, how many leading tokens have KV, and why it ends, as
         `stop_cause` says it. Sequences that have finished meanwhile are left out.
         """
         for i, (row, tokens) in enumerate(zip(plan.rows, sampled, strict=True)):
@@ -157,7 +157,7 @@ class Speculator:
             text = self._texts.get(row.seq.seq_id)
             if isinstance(text, _Guessed) and i in plan.drafts and isinstance(tokens, Seq):
                 text.verified(len(plan.drafts[i]), len(tokens) - 1)
-            yield row, *_append(row.seq, row.start, tokens)
+            yield i, row, *_append(row.seq, row.start, tokens)
 
     def _begin(self, seq: Sequence) -> _Text | _Guessed:
         if self._has_model:

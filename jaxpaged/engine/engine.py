@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
-from jaxpaged.core.plan import PlannedRow, StepPlan
+from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
@@ -52,6 +54,7 @@ class Engine:
             runner, scheduler, builder, ladder, metrics, max_in_flight, num_scheduler_steps
         )
         self._streams: dict[int, Stream] = {}
+        self._scored: set[int] = set()  # seq_ids of those that want prompt logprobs
         self._grammar_rows = GrammarRows(tokenizer)
         self._requests: dict[str, list[Stream]] = {}
         self._next_seq_id = 0
@@ -99,6 +102,8 @@ class Engine:
         self._explanations.begin(streams)
         for stream in streams:
             self._grammar_rows.add(stream.seq)
+            if stream.prompt_logprobs is not None:
+                self._scored.add(stream.seq.seq_id)
         self.metrics.prompt_added(len(request.prompt_token_ids) * len(streams))
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -110,10 +115,9 @@ class Engine:
         for stream in streams:
             if stream.seq.state is not SeqState.FINISHED:
                 self.scheduler.abort(stream.seq)
-                events.append(stream.event((), stream.text(())[0], None))
+                events.append(stream.ended())
                 self.metrics.finished(stream.life())
-            self._streams.pop(stream.seq.seq_id, None)
-            self._grammar_rows.forget(stream.seq)
+            self._leave(stream)
         self._end(streams)
         self.metrics.step_ended(0, self._load())
         return events
@@ -159,87 +163,85 @@ class Engine:
         return events
 
     def _commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        verified = None
+        rows, verified, nums_before = plan.columns, None, list[int]()
         if plan.drafts:
             result, verified = verify(plan, result)
+            nums_before = [len(seq.token_ids) for seq in rows.seqs]
             self.metrics.drafted(list(verified.token_ids.values()), verified.num_guessed)
-        rows = plan.rows
-        live = [
-            (i, row, len(row.seq.token_ids))
-            for i, row in enumerate(rows)
-            if row.seq.state is not SeqState.FINISHED
-        ]
-        events = self._fail_not_finite(live, result)
-        token_ids = result.token_ids.tolist()
-        sampled = [token_ids[i] if row.samples else None for i, row in enumerate(rows)]
-        if verified is not None:
-            sampled = verified.sampled(plan, result)
-        self.scheduler.commit(plan, sampled)
-        offsets = _token_offsets(rows)
-        gaps: Counter[float | None] = Counter()
-        for i, row, num_before in live:
-            stream = self._streams.get(row.seq.seq_id)
-            if stream is None:
-                continue
-            stream.take_scores(row, offsets[i], result)
-            guessed = () if verified is None else verified.logprobs.get(i, ())[1:]
-            event = self._event(stream, i, row, num_before, offsets[i], result, guessed)
-            if event is not None:
-                if event.token_ids:
-                    gaps[self._gap(stream, now)] += 1
-                events.append(event)
-                if row.seq.state is SeqState.FINISHED:
+        events = [] if result.is_finite.all() else self._fail_not_finite(rows.seqs, result)
+        if self._scored:
+            self._take_scores(plan, result)
+        is_scored = len(result.ranks) > len(result.token_ids)
+        places = rows.last_places() if is_scored else range(len(rows))
+        sampled = verified.sampled(plan, result) if verified else rows.kept(result.token_ids)
+        streams, logprobs, samples = self._streams, result.logprob_list, rows.samples
+        before, num_new = list[float](), 0  # times of tokens that got a follower
+        for i in self.scheduler.commit(plan, sampled):
+            stream, guessed = streams[rows.seqs[i].seq_id], list[float]()
+            if verified:
+                guessed = verified.after_first(i, len(stream.seq.token_ids) - nums_before[i])
+            if samples[i]:
+                num_new += 1
+                stream.cumulative_logprob += logprobs[i] + sum(guessed)
+                if stream.last_token_time is None:
+                    self._first_token(stream.seq, now)
+                else:
+                    before.append(stream.last_token_time)
+                stream.last_token_time = now
+            if not stream.holds or stream.is_due:
+                events.append(self._event(stream, places[i], result, guessed))
+                if stream.is_finished:
                     self._forget(stream)
-        gaps.pop(None, None)
-        for seconds, count in gaps.items():
-            assert seconds is not None
-            self.metrics.token_gaps(seconds, count)
-        self.metrics.step_ended(sum(len(event.token_ids) for event in events), self._load())
+            if guessed:
+                num_new += len(stream.seq.token_ids) - nums_before[i] - 1
+        self._note_gaps(before, now)
+        self.metrics.step_ended(num_new, self._load())
         return events
 
-    def _fail_not_finite(
-        self, live: list[tuple[int, PlannedRow, int]], result: StepResult
-    ) -> list[TokenEvent]:
+    def _note_gaps(self, before: list[float], now: float) -> None:
+        for time, count in Counter(before).items():
+            self.metrics.token_gaps(now - time, count)
+
+    def _first_token(self, seq: Sequence, now: float) -> None:
+        seq.first_token_time = now
+        self.metrics.first_token(now - seq.request.arrival_time)
+
+    def _fail_not_finite(self, seqs: Seq[Sequence], result: StepResult) -> list[TokenEvent]:
         """End the rows whose logits broke; their pages never reach the prefix cache."""
-        if result.is_finite.all():
-            return []
         events: list[TokenEvent] = []
-        for i, row, _ in live:
-            stream = self._streams.get(row.seq.seq_id)
-            if stream is None or result.is_finite[i]:
-                continue
-            self.scheduler.finish(row.seq, "error", None)
-            self.metrics.corrupted()
-            events.append(stream.event((), "", None, error=NOT_FINITE))
-            self._forget(stream)
+        for i in np.flatnonzero(~result.is_finite[: len(seqs)]).tolist():
+            stream = self._streams.get(seqs[i].seq_id)
+            if stream is not None:
+                self.scheduler.finish(stream.seq, "error", None)
+                self.metrics.corrupted()
+                events.append(stream.ended(NOT_FINITE))
+                self._forget(stream)
         return events
+
+    def _take_scores(self, plan: StepPlan, result: StepResult) -> None:
+        first = 0
+        for row in plan.rows:
+            stream = self._streams.get(row.seq.seq_id)
+            if stream is not None:
+                stream.take_scores(row, first, result)
+            first += row.q_len
 
     def _event(
-        self,
-        stream: Stream,
-        i: int,
-        row: PlannedRow,
-        num_before: int,
-        offset: int,
-        result: StepResult,
-        guessed: Seq[float],
-    ) -> TokenEvent | None:
-        """What this row's step gave its sequence, or None where only part of a prompt was done.
+        self, stream: Stream, place: int, result: StepResult, guessed: Seq[float]
+    ) -> TokenEvent:
+        """What a sequence got since its last event.
 
-        `guessed` are the logprobs of its tokens after the first.
+        Its newest token but the guessed ones has its logprobs at `place`.
         """
-        seq = stream.seq
-        new = tuple(seq.token_ids[num_before:])
-        if not new and not stream.is_finished:
-            return None
-        logprobs = stream.token_logprobs(i, row, offset, result, new[0]) if new else None
+        seq, new = stream.seq, stream.untold()
+        logprobs = stream.token_logprobs(place, result, new[0]) if new else None
         is_followed = seq.seq_id in self._grammar_rows.followed
         error = self._follow_grammar(stream, new) if is_followed else None
         if error is not None:
             return stream.event((), "", None, error=error)
         text, stopped_by = stream.text(new)
-        if len(new) > 1:
-            new = stream.take_guessed(new, guessed, num_before, is_stopped=stopped_by is not None)
+        if guessed and stopped_by is not None:
+            new = stream.cut(new, guessed)
         if stopped_by is not None and stream.is_finished:
             seq.finish_reason, seq.stop_reason = "stop", stopped_by
         elif stopped_by is not None:
@@ -259,28 +261,23 @@ class Engine:
         return ending.error
 
     def _forget(self, stream: Stream) -> None:
-        self._streams.pop(stream.seq.seq_id, None)
-        self._grammar_rows.forget(stream.seq)
+        self._leave(stream)
         self.metrics.finished(stream.life())
         streams = self._requests.get(stream.seq.request.request_id)
         if streams and all(other.seq.state is SeqState.FINISHED for other in streams):
             del self._requests[stream.seq.request.request_id]
             self._end(streams)
 
+    def _leave(self, stream: Stream) -> None:
+        self._streams.pop(stream.seq.seq_id, None)
+        self._scored.discard(stream.seq.seq_id)
+        self._grammar_rows.forget(stream.seq)
+
     def _end(self, streams: list[Stream]) -> None:
         """All answers of a request have ended."""
         if streams:
             self._explanations.end(streams)
             self.metrics.request_ended(len(stream.seq.output_token_ids) for stream in streams)
-
-    def _gap(self, stream: Stream, now: float) -> float | None:
-        """Seconds since the sequence's last token, or None for its first, which is told."""
-        before, stream.last_token_time = stream.last_token_time, now
-        if before is None:
-            stream.seq.first_token_time = now
-            self.metrics.first_token(now - stream.seq.request.arrival_time)
-            return None
-        return now - before
 
     def _load(self) -> EngineLoad:
         scheduler = self.scheduler
@@ -293,11 +290,3 @@ class Engine:
             prefix_hits=scheduler.cache.num_hit_tokens,
             num_compilations=self.runner.num_compilations,
         )
-
-
-def _token_offsets(rows: tuple[PlannedRow, ...]) -> list[int]:
-    offsets, total = [], 0
-    for row in rows:
-        offsets.append(total)
-        total += row.q_len
-    return offsets

@@ -45,6 +45,7 @@ from jaxpaged.weights.loader import ModelFiles, open_model
 
 log = logging.getLogger(__name__)
 
+OBJECTS_BEFORE_COLLECTION = 50_000  # that live on; Python's own number is 700
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -136,12 +137,23 @@ def build_engine(
         tuple(logits_processors or ()),
         config.cache.page_size if config.cache.enable_prefix_caching else 0,
     )
-    # what lives as long as the engine is not looked through at every collection
-    gc.collect()
-    gc.freeze()
+    calm_collector()
     log.info("ready: %s", ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()))
     defaults = default_sampling_params(loaded.path, config)
     return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases, plan)
+
+
+def calm_collector() -> None:
+    """Keep Python's collector of garbage out of the steps.
+
+    What lives as long as the engine is not looked through at every collection, and what a step
+    makes and drops for a thousand rows is no reason for one.
+    """
+    gc.collect()
+    gc.freeze()
+    youngest, *older = gc.get_threshold()
+    if youngest:  # 0: somebody has switched it off
+        gc.set_threshold(max(youngest, OBJECTS_BEFORE_COLLECTION), *older)
 
 
 def _metrics(config: EngineConfig, plan: MemoryPlan, dtype: np.dtype) -> EngineMetrics:

@@ -3,11 +3,12 @@
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from jaxpaged.core.hashing import as_bytes, page_hashes
-from jaxpaged.core.params import MAX_BIASES, SamplingParams, check_ids, check_token_ids
+from jaxpaged.core.params import MAX_BIASES, OutputKind, SamplingParams, check_ids, check_token_ids
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.core.structured import ReasoningMarks
 from jaxpaged.errors import PromptTooLong, RequestError
@@ -199,13 +200,13 @@ def params_for(
     given: SamplingParams | Sequence[SamplingParams] | None,
     default: Callable[[], SamplingParams],
 ) -> Sequence[SamplingParams]:
-    """One a prompt, of what a caller gave for all or for each."""
+    """One a prompt, of what a caller gave for all or for each who waits for the end."""
     if given is None:
         given = default()
     if isinstance(given, SamplingParams):
-        return [given] * len(prompts)
+        return [replace(given, output_kind=OutputKind.FINAL_ONLY)] * len(prompts)
     if len(given) != len(prompts):
         raise RequestError(
             f"{len(given)} sampling_params for {len(prompts)} prompts: give one each"
         )
-    return given
+    return [replace(one, output_kind=OutputKind.FINAL_ONLY) for one in given]

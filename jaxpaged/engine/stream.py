@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from jaxpaged.core.params import OutputKind
 from jaxpaged.core.plan import PlannedRow
 from jaxpaged.core.request import TokenEvent, TokenLogprobs
 from jaxpaged.core.sequence import SeqState, Sequence
@@ -11,6 +12,8 @@ from jaxpaged.engine.runner import StepResult
 from jaxpaged.metrics import FinishedSequence
 from jaxpaged.text.detokenizer import Detokenizer
 from jaxpaged.text.tokenizer import Tokenizer
+
+PIECE = 32  # tokens of an event to somebody who waits for the end
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +27,8 @@ class Stream:
     told_prompt_logprobs: bool = False
     last_token_time: float | None = None  # seconds, monotonic
     ended_by_grammar: bool = False  # whose last token is text like any other
+    num_told: int = 0  # tokens of the sequence that events have told, and the prompt's
+    holds: bool = False  # its caller waits for the end: tokens are told in pieces
 
     @classmethod
     def new(cls, seq: Sequence, tokenizer: Tokenizer) -> "Stream":
@@ -32,11 +37,30 @@ class Stream:
         if params.detokenize:
             detokenizer = Detokenizer(tokenizer, seq.request.prompt_token_ids, params)
         wants_scores = params.prompt_logprobs is not None and not seq.choice
-        return cls(seq, detokenizer, [None] if wants_scores else None)
+        stream = cls(seq, detokenizer, [None] if wants_scores else None)
+        stream.num_told = seq.num_prompt_tokens
+        is_looked_at = params.logprobs is not None or params.stop or params.reasoning
+        stream.holds = params.output_kind is OutputKind.FINAL_ONLY and not (
+            wants_scores or is_looked_at or seq.request.grammar
+        )
+        return stream
 
     @property
     def is_finished(self) -> bool:
         return self.seq.state is SeqState.FINISHED
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one that holds tells now: its first token, a piece, the end."""
+        seq, num_told = self.seq, self.num_told
+        if num_told == seq.num_prompt_tokens or self.is_finished:
+            return True
+        # where pieces end differs from sequence to sequence, so that not all end in one step
+        return (len(seq.token_ids) + seq.seq_id) // PIECE > (num_told + seq.seq_id) // PIECE
+
+    def untold(self) -> tuple[int, ...]:
+        """The tokens since the last event."""
+        return tuple(self.seq.token_ids[self.num_told :])
 
     def take_scores(self, row: PlannedRow, offset: int, result: StepResult) -> None:
         """Keep the scores of a chunk's prompt tokens: logits at a place score the next token."""
@@ -50,16 +74,11 @@ class Stream:
                 self.prompt_logprobs.append(_logprobs(result, offset + place, token, wanted))
 
     def token_logprobs(
-        self, i: int, row: PlannedRow, offset: int, result: StepResult, token_id: int
+        self, place: int, result: StepResult, token_id: int
     ) -> tuple[TokenLogprobs, ...] | None:
-        """The logprobs of the token that row `i` sampled, if the request wants any."""
-        self.cumulative_logprob += result.logprob_list[i]
+        """The logprobs of the token sampled at `place`, if the request wants any."""
         wanted = self.seq.request.params.logprobs
-        if wanted is None:
-            return None
-        is_scored = len(result.ranks) != len(result.token_ids)
-        place = offset + row.q_len - 1 if is_scored else i
-        return (_logprobs(result, place, token_id, wanted),)
+        return None if wanted is None else (_logprobs(result, place, token_id, wanted),)
 
     def text(self, new: tuple[int, ...]) -> tuple[str, str | None]:
         """The text that new tokens make certain, and the stop string that they complete."""
@@ -73,16 +92,19 @@ class Stream:
             text += self.detokenizer.flush()
         return text, stopped_by
 
-    def take_guessed(
-        self, new: tuple[int, ...], logprobs: Seq[float], num_before: int, *, is_stopped: bool
-    ) -> tuple[int, ...]:
-        """Count the tokens after the first of a step; those after a stop string are taken back."""
-        if is_stopped and self.detokenizer is not None:
-            num_kept = self.detokenizer.num_tokens - (num_before - self.seq.num_prompt_tokens)
-            new = new[:num_kept]
-            del self.seq.token_ids[num_before + num_kept :]
-        self.cumulative_logprob += sum(logprobs[: len(new) - 1])
-        return new
+    def cut(self, new: tuple[int, ...], guessed: Seq[float]) -> tuple[int, ...]:
+        """Take back the guessed tokens after the one that completed a stop string."""
+        assert self.detokenizer is not None
+        seq = self.seq
+        num_kept = self.detokenizer.num_tokens - (self.num_told - seq.num_prompt_tokens)
+        del seq.token_ids[self.num_told + num_kept :]
+        self.cumulative_logprob -= sum(guessed[max(num_kept - 1, 0) :])
+        return new[:num_kept]
+
+    def ended(self, error: str | None = None) -> TokenEvent:
+        """The last event of an answer that ended between steps."""
+        new = self.untold()
+        return self.event(new, self.text(new)[0], None, error)
 
     def event(
         self,
@@ -91,8 +113,8 @@ class Stream:
         logprobs: tuple[TokenLogprobs, ...] | None,
         error: str | None = None,
     ) -> TokenEvent:
-        seq = self.seq
-        prompt_logprobs = None
+        seq, prompt_logprobs = self.seq, None
+        self.num_told += len(token_ids)
         if self.prompt_logprobs is not None and not self.told_prompt_logprobs:
             missing = seq.num_prompt_tokens - len(self.prompt_logprobs)  # of one that was aborted
             prompt_logprobs = (*self.prompt_logprobs, *[None] * missing)

@@ -22,6 +22,10 @@ class Verified:
         token_ids: list[Sampled] = result.token_ids.tolist()
         return [self.token_ids.get(i, token_ids[i]) for i in range(plan.num_rows)]
 
+    def after_first(self, i: int, num_kept: int) -> list[float]:
+        """The logprobs of the tokens after the first that row `i` keeps of its step."""
+        return self.logprobs.get(i, [])[1:num_kept]
+
 
 def verify(plan: StepPlan, result: StepResult) -> tuple[StepResult, Verified]:
     """Compare each draft with what was sampled at its places.

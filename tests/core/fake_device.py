@@ -73,7 +73,8 @@ def shares(plan):
 
 
 def commit(scheduler, plan, token=9):
-    return scheduler.commit(plan, [token if row.samples else None for row in plan.rows])
+    changed = scheduler.commit(plan, [token if row.samples else None for row in plan.rows])
+    return [plan.columns.seqs[i] for i in changed]
 
 
 def prompt(first, num_tokens):
@@ -287,7 +288,7 @@ class Loop:
         ]
         if plan.drafts:
             sampled = _verified(plan, tokens)
-        return self.scheduler.commit(plan, sampled)
+        return [plan.columns.seqs[i] for i in self.scheduler.commit(plan, sampled)]
 
     def run(self, seqs=(), max_steps=2000) -> None:
         """Until nothing is left to do."""
