@@ -57,17 +57,23 @@ def _error(code: str, message: str, line: int | None = None) -> dict[str, Any]:
 
 
 class SplitOutput:
-    """Answers in one file, errors in another; what an earlier run has written counts as done."""
+    """Answers in one file, errors in another; what an earlier run has written counts as done.
+
+    It must be opened before anything else, and closed whatever became of that.
+    """
 
     def __init__(self, answers: Path, errors: Path):
         self.paths = answers, errors
-        nowhere = io.BytesIO()
-        self._answers = OutputFile(answers, nowhere, resume=True)
-        self._errors = OutputFile(errors, nowhere, resume=True)
-        self.num_completed = len(self._answers.done.custom_ids)
-        self.num_failed = len(self._errors.done.custom_ids)
-        self._done = self._answers.done.custom_ids | self._errors.done.custom_ids
-        self._is_closed = False
+        self.num_completed = self.num_failed = 0
+        self._files: list[OutputFile] = []
+        self._done: set[str] = set()
+
+    def open(self) -> None:
+        for path in self.paths:
+            self._files.append(OutputFile(path, io.BytesIO(), resume=True))
+        answered, failed = (file.done.custom_ids for file in self._files)
+        self.num_completed, self.num_failed = len(answered), len(failed)
+        self._done = answered | failed
 
     @property
     def num_done(self) -> int:
@@ -81,12 +87,13 @@ class SplitOutput:
         return line.custom_id in self._done
 
     def write(self, records: Iterable[Record]) -> None:
+        answers, errors = self._files
         for record in records:
             if record["response"] is None:
-                self._errors.write(record)
+                errors.write(record)
                 self.num_failed += 1
             else:
-                self._answers.write(record)
+                answers.write(record)
                 self.num_completed += 1
             self._done.add(record["custom_id"])
 
@@ -101,10 +108,8 @@ class SplitOutput:
 
     def close(self) -> None:
         """Have all of it on the disk; what is empty goes. Does nothing the second time."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for file, path in zip((self._answers, self._errors), self.paths, strict=True):
+        files, self._files = self._files, []
+        for file, path in zip(files, self.paths, strict=False):  # one, where the other did not open
             file.close()
             if path.exists() and not path.stat().st_size:
                 path.unlink()

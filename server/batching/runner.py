@@ -117,9 +117,9 @@ class BatchRunner:
         await self.store.run(self.store.db.move, name, OPEN, **stamp("failed"), errors=told)
 
     async def _run(self, batch: Batch, stop: asyncio.Event) -> None:
-        paths = self.store.path(batch.output_id), self.store.path(batch.error_id)
-        output = await self.store.run(SplitOutput, *paths)
+        output = SplitOutput(self.store.path(batch.output_id), self.store.path(batch.error_id))
         try:
+            await self.store.run(output.open)
             await self._until_stopped(batch, stop, self._answer_all(batch, output))
             await self._finish(batch, output)
         finally:

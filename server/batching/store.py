@@ -61,6 +61,8 @@ class BatchStore:
     ) -> T:
         """Do what blocks, after all that was asked before, also where nobody waits any more.
 
+        A caller that is cancelled leaves it to be done: a file that is to be closed is closed.
+
         Raises:
             HttpError: 507, the disk is full; 503, it fails otherwise.
         """
@@ -69,7 +71,8 @@ class BatchStore:
             with refusing():
                 return work(*arguments, **keywords)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        done = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await asyncio.shield(done)
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from jaxpaged.generate.output import OutputFailed, OutputFile
 from server.auth import ApiKey
 from server.batching import database, requests, runner
 from server.batching.records import Batch
+from server.batching.store import BatchStore
 from server.limits import Limits
 from tests.server.batching.conftest import KEYS, jsonl, line
 from tests.server.conftest import CHAT, COMPLETIONS
@@ -239,6 +241,19 @@ async def test_a_batch_whose_key_was_taken_away_is_not_answered(serve, client_of
     server.app[requests.RUNNER]._limits_of = lambda key_id: None
     found = await ended(client_of(server, "root"), batch)
     assert (found.status, found.errors.data[0].code) == ("failed", "unknown_key")
+
+
+async def test_what_a_caller_that_is_cancelled_asked_for_is_done(tmp_path):
+    store, gate, closed = BatchStore(tmp_path / "batches", 1, 1), threading.Event(), []
+    first, second = (
+        asyncio.create_task(store.run(work)) for work in (gate.wait, lambda: closed.append(1))
+    )
+    await asyncio.sleep(0)
+    second.cancel()
+    gate.set()
+    await asyncio.gather(first, second, return_exceptions=True)
+    store.close()
+    assert closed == [1]
 
 
 async def test_a_full_disk_holds_a_batch_up_and_loses_nothing(serve, client_of, monkeypatch):
