@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxpaged.config.flags import config_from_args
 from jaxpaged.config.pooling import leave_room, share_devices
 from jaxpaged.config.settings import EngineConfig
+from jaxpaged.engine.collector import calm_collector
 from jaxpaged.engine.pooling.alone import NoGeneration
 from jaxpaged.engine.pooling.model_files import resolved_runner
 from jaxpaged.engine.pooling.remote import RemotePooling
@@ -88,6 +89,7 @@ async def _serve(
         app = create_app(
             engine, settings.api_keys, settings.limits, store, pooling, settings.middlewares
         )
+        calm_collector()
         code = await serve(app, listening, settings)
     finally:
         closed = [await asyncio.to_thread(close_engine, engine) for engine in engines]

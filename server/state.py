@@ -21,6 +21,7 @@ from server.errors import HttpError
 from server.http_metrics import HttpMetrics
 from server.limits import ALL, NO_LIMITS, Limits, RateLimits
 from server.request_log import log_job
+from server.turns import Turns
 
 RETRY_AFTER_S = 5.0
 LOOK_AGAIN_S = 0.2
@@ -77,6 +78,7 @@ class ServerState:
     num_waiting_bytes: int = 0  # of bodies that are not whole yet
     open_ids: set[str] = field(default_factory=set[str])  # the engine's, of requests being answered
     open_jobs: list[Job] = field(default_factory=list[Job])
+    turns: Turns = field(default_factory=Turns)  # of requests that are read
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -268,12 +270,13 @@ def apply_defaults(body: SamplingFields, limits: ServerLimits) -> None:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The body, once it is whole.
+    """The body, once it is whole and no other has been read in this pass of the event loop.
 
     Raises:
         HttpError: too large 413, compressed 415, too slow 408.
     """
-    limits = request.app[SERVER].limits
+    state = request.app[SERVER]
+    limits = state.limits
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise HttpError(415, "Content-Encoding is not served: send the body as it is")
@@ -281,11 +284,13 @@ async def read_body(request: web.Request) -> bytes:
         raise HttpError(413, f"the body is larger than {limits.max_request_bytes} bytes")
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            return await _arriving(request)
+            body = await _arriving(request)
     except TimeoutError:
         raise HttpError(
             408, f"the body did not arrive within {limits.body_timeout_s:g} s"
         ) from None
+    await state.turns.next()
+    return body
 
 
 async def _arriving(request: web.Request) -> bytes:

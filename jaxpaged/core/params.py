@@ -209,6 +209,8 @@ def check_token_ids(params: SamplingParams, vocab: int) -> None:
 
 def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
     """Refuse anything in `ids` that is no token of a model with `vocab` logits."""
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab)):
+        return
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise RequestError(

@@ -1,7 +1,7 @@
 """Events on their way from the engine's thread to a request's caller."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 from jaxpaged.core.params import OutputKind, SamplingParams
@@ -18,8 +18,12 @@ class EventSink(Protocol):
 class Sinks(dict[str, EventSink]):
     """The sinks of all open requests, by request id."""
 
-    def deliver(self, events: Iterable[TokenEvent]) -> None:
-        for event in events:
+    def deliver(self, events: Sequence[TokenEvent]) -> None:
+        """Pass on what a step gave, the youngest sequences first.
+
+        Writing hundreds of chunks takes a step's time, and a first token is waited for most.
+        """
+        for event in reversed(events):
             sink = self.get(event.request_id)
             if sink is not None:
                 sink.put(event)

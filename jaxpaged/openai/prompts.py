@@ -44,7 +44,7 @@ def _as_list(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     items = as_list(prompt)
-    kinds: set[type] = {type(item) for item in items or ()}
+    kinds = set[type](map(type, items or ()))
     if items and (kinds == {str} or (kinds == {list} and all(items))):
         return items
     if items and not kinds & {str, list}:

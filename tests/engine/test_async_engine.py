@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.engine.inbox import Inbox
+from jaxpaged.core.request import TokenEvent
+from jaxpaged.engine.inbox import Inbox, Sinks
 from jaxpaged.errors import EngineStopped
 from tests.support.fake_engine import fake_llm
 
@@ -33,3 +34,18 @@ async def test_what_was_asked_of_an_engine_that_dies_in_its_step_is_answered(tmp
     with pytest.raises(EngineStopped, match="no more memory"):
         await asyncio.wait_for(llm.control("warm_prefixes"), 10)
     llm.close()
+
+
+def test_a_first_token_is_told_before_those_of_streams_that_run():
+    class Sink:
+        def __init__(self, name):
+            self.name = name
+
+        def put(self, event):
+            told.append((self.name, event.token_ids))
+
+    told, sinks = [], Sinks({name: Sink(name) for name in ("old", "new")})
+    events = [TokenEvent(name, 0, ids, "", None, None, None, None, 0, 0.0) for name, ids in
+              (("old", (7,)), ("gone", (8,)), ("new", (9,)))]  # fmt: skip
+    sinks.deliver(events)
+    assert told == [("new", (9,)), ("old", (7,))]
