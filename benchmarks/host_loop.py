@@ -23,8 +23,8 @@ from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.collector import calm_collector
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.factory import calm_collector
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.runner import PendingStep, StepResult

@@ -1,7 +1,6 @@
 """Puts an engine together from its configuration, and says how long each part took."""
 
 import dataclasses
-import gc
 import json
 import logging
 import time
@@ -26,6 +25,7 @@ from jaxpaged.core.recording import RecordedScheduler
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.advice import memory_explained, plan_or_refuse
 from jaxpaged.engine.capacity import MemoryPlan, weight_bytes
+from jaxpaged.engine.collector import calm_collector
 from jaxpaged.engine.devices import use_devices
 from jaxpaged.engine.drafting import draft_cost, open_draft
 from jaxpaged.engine.engine import Engine
@@ -45,7 +45,6 @@ from jaxpaged.weights.loader import ModelFiles, open_model
 
 log = logging.getLogger(__name__)
 
-OBJECTS_BEFORE_COLLECTION = 50_000  # that live on; Python's own number is 700
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -141,19 +140,6 @@ def build_engine(
     log.info("ready: %s", ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()))
     defaults = default_sampling_params(loaded.path, config)
     return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases, plan)
-
-
-def calm_collector() -> None:
-    """Keep Python's collector of garbage out of the steps.
-
-    What lives as long as the engine is not looked through at every collection, and what a step
-    makes and drops for a thousand rows is no reason for one.
-    """
-    gc.collect()
-    gc.freeze()
-    youngest, *older = gc.get_threshold()
-    if youngest:  # 0: somebody has switched it off
-        gc.set_threshold(max(youngest, OBJECTS_BEFORE_COLLECTION), *older)
 
 
 def _metrics(config: EngineConfig, plan: MemoryPlan, dtype: np.dtype) -> EngineMetrics:
