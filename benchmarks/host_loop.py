@@ -1,20 +1,23 @@
 """What a step costs the host: the whole loop of the engine over a device that takes no time.
 
-    python -m benchmarks.host_loop [--rows 256] [--steps 200] [--stream] [--profile]
+    python -m benchmarks.host_loop [--rows 256] [--steps 200] [--stream] [--workload mixed]
 
-Plans, builds, commits and tells steps of `rows` decodes; only the device's part is left out. With
-`--stream` every token is told at once, otherwise as to callers who wait for the end. What is
-printed must stay under a step's time on the GPU, or the GPU waits.
+Plans, builds, commits and tells steps of `rows` decodes, or of a workload of `jaxpaged bench`; only
+the device's part is left out. With `--stream` every token is told at once, otherwise as to callers
+who wait for the end. What is printed must stay under a step's time on the GPU, or the GPU waits;
+padding is its share in all tokens stepped. `--profile` tells where the time goes.
 """
 
 import argparse
 import cProfile
 import pstats
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
+from jaxpaged.bench.workloads import WORKLOADS, Workload, build
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import default_ladder
 from jaxpaged.core.limits import SchedulerLimits
@@ -87,14 +90,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="instead of --steps")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     llm = make_llm(args.rows, ids_only_tokenizer(), VOCAB)
     kind = OutputKind.DELTA if args.stream else OutputKind.FINAL_ONLY
     fields = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "output_kind": kind}
-    params = SamplingParams(max_tokens=args.steps, **fields)
-    prompts = np.random.RandomState(0).randint(0, VOCAB, (args.rows, 128)).tolist()
-    jobs = [(None, llm.parts.inputs.request(prompt, params)) for prompt in prompts]
+    params = SamplingParams(max_tokens=1, **fields)
+    own = Workload(args.rows, (128, 128), (args.steps, args.steps), 0)
+    jobs = [
+        (None, llm.parts.inputs.request(item.prompt, replace(params, max_tokens=item.output_len)))
+        for item in build(WORKLOADS.get(args.workload, own), VOCAB)
+    ]
+    steps, sizes = llm.parts.engine.steps, list[int]()
+    steps.on_step = lambda plan: sizes.append(plan.num_tokens)
     profile = cProfile.Profile()
     calm_collector()  # as a real engine does when it is ready
     wall, cpu = time.monotonic(), time.thread_time()
@@ -104,8 +113,10 @@ def main() -> None:
         pass
     profile.disable()
     cpu, wall = time.thread_time() - cpu, time.monotonic() - wall
-    a_step = [1e3 * seconds / args.steps for seconds in (cpu, wall)]
+    a_step = [1e3 * seconds / len(sizes) for seconds in (cpu, wall)]
+    padding = steps.num_padded_tokens / (steps.num_padded_tokens + sum(sizes))
     print(f"{args.rows} rows: {a_step[0]:.2f} ms of CPU a step, {a_step[1]:.2f} ms of wall")
+    print(f"{len(sizes)} steps of {sum(sizes)} tokens, padding {padding:.1%}")
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 

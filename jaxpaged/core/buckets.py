@@ -16,10 +16,12 @@ MAX_SCORED_TOKENS = 256  # of a step that scores a prompt: each has a row of log
 
 type _Sizes = tuple[int, ...]
 
-_GPU_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+# on a GPU each forward program takes 11 s of a core to compile; up to 64 rows a decode step takes
+# about the same time, and up to 192 tokens a mixed one
+_GPU_SEQS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _GPU_TOKENS = (
-    *(16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
-    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384),
+    *(64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536),
+    *(2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384),
 )
 _CPU_SEQS, _CPU_TOKENS = (1, 2, 4, 8), (16, 64, 256)
 # rows of a decode step, tokens of a mixed one, and samplers
@@ -28,10 +30,12 @@ _SIZES: dict[str, tuple[_Sizes, _Sizes, tuple[SamplerKind, ...]]] = {
     "gpu": (_GPU_SEQS, _GPU_TOKENS, ("greedy", "sampled", "full")),
 }
 _TOKENS_OF_FEW = (128, 256, 512)  # on a GPU: a short prompt alone need not sample for all rows
-_FEW_SEQS = 16
+_FEW_SEQS = 8
 _DRAFT_TOKENS = (8, 16, 32, 64, 128)
 # rows of several decode steps in one program: of a small model, to which more rows cost little
 _CHAINED_SEQS = (1, 8, 32, 64, 128, 256, 512, 1024)
+# tokens of a step that scores a prompt
+_SCORED: dict[str, _Sizes] = {"cpu": (64, MAX_SCORED_TOKENS), "gpu": (MAX_SCORED_TOKENS,)}
 # what may stand in for a sampler that a size was not compiled with, cheapest first
 _STAND_INS: dict[SamplerKind, tuple[SamplerKind, ...]] = {
     "greedy": ("greedy", "sampled", "full"),
@@ -170,7 +174,7 @@ def default_ladder(
 ) -> BucketLadder:
     """Sizes for a platform: on a CPU few, on a GPU padding is 5 to 10 % of a mixed step's tokens.
 
-    At a GPU's default limits there are 50 forward programs and as many small sampling programs.
+    At a GPU's default limits there are 30 forward programs and 15 small sampling programs.
 
     Args:
         batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.
@@ -194,7 +198,7 @@ def default_ladder(
         drafts = [(n, min(n, rows)) for n in _cut(_DRAFT_TOKENS, most)]
         # rows that need the full sampler draft nothing: on a CPU it stands in for `sampled`
         buckets += [Bucket("draft", name, n, s) for name in samplers[:2] for n, s in drafts]
-    scored = _cut((64, MAX_SCORED_TOKENS), min(max_num_batched_tokens, MAX_SCORED_TOKENS))
+    scored = _cut(_SCORED[platform], min(max_num_batched_tokens, MAX_SCORED_TOKENS))
     buckets += [Bucket("mixed", "scored", n, min(n, max_num_seqs)) for n in scored]
     return BucketLadder(buckets)
 

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ class Program:
     def compile(self, lowered: Any = None) -> Any:
         """Compile it, from what another process lowered if that is given."""
         lowered = self.lower() if lowered is None else lowered
-        return lowered.compile(compiler_options=self.options or None)
+        return lowered.compile(compiler_options=(_common_options() | self.options) or None)
 
 
 class ProgramSource:
@@ -239,15 +239,16 @@ class ProgramSource:
         return self._program(name, function, (pool, rows, page_ids), pool, 0)
 
     def all_programs(self, ladder: BucketLadder) -> dict[str, Callable[[], Program]]:
-        """What makes each program that these buckets need, by name; large ones first."""
+        """What makes each program that these buckets need, by name; what takes longest first."""
         programs: dict[str, Callable[[], Program]] = {}
-        for bucket in sorted(ladder.all_buckets(), key=lambda bucket: -bucket.num_tokens):
-            programs[bucket.forward_name] = partial(self.forward, bucket)
-            if bucket.needs_sampling and self.is_last:
-                programs[bucket.sample_name] = partial(self.sample, bucket)
         for bucket in ladder.chained_buckets() if self._chain_length > 1 else ():
             make = partial(self.chain, bucket, self._chain_length)
             programs[bucket.chain_name(self._chain_length)] = make
+        for bucket in ladder.all_buckets():  # few tokens come first: their products are searched
+            programs[bucket.forward_name] = partial(self.forward, bucket)
+        for bucket in ladder.all_buckets():
+            if bucket.needs_sampling and self.is_last:
+                programs[bucket.sample_name] = partial(self.sample, bucket)
         for length in self.reset_lengths if self.is_last else ():
             programs[f"reset {length}"] = partial(self.reset, length)
         for kind, width in self._page_programs:
@@ -270,6 +271,19 @@ class ProgramSource:
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
         sharding = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+
+@cache
+def _common_options() -> dict[str, Any]:
+    """XLA's, of every program: it compiles each small fusion once, instead of timing two ways."""
+    options = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+    if jax.default_backend() != "gpu":
+        return {}
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError:
+        return {}  # this XLA does not have it
+    return options
 
 
 def _options(bucket: Bucket) -> dict[str, Any]:
