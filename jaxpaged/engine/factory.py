@@ -114,7 +114,7 @@ def build_engine(
         with _timed(phases, "programs"), memory_explained(plan):
             warm_up(programs, ladder_of(config), show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
-        runner = make_runner(plan, loaded, placement, programs)
+        runner = make_runner(plan, loaded, placement, programs, ladder_of(config))
     parts = _host_side(config, plan, processors, draft_cost(files))
     metrics = _metrics(config, plan, dtype)
     watch_pages(metrics, parts.scheduler)

@@ -255,6 +255,15 @@ class ProgramSource:
             programs[f"{kind} {width}"] = partial(self.page, kind, width)
         return programs
 
+    def largest_words(self, ladder: BucketLadder) -> int:
+        """Bytes of the largest buffer that a step of any bucket is sent in."""
+        layouts = [self.layout(bucket) for bucket in ladder.all_buckets()]
+        words = [max(one.forward_size, one.sample_size) for one in layouts]
+        if self._chain_length > 1:
+            chained = [self.layout(bucket).chained_size for bucket in ladder.chained_buckets()]
+            words += [self._chain_length * size for size in chained]
+        return 4 * max(words, default=0)
+
     def _program(
         self,
         name: str,

@@ -13,6 +13,7 @@ from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.packing import HostBatch
 from jaxpaged.core.plan import PageMove, StepPlan
+from jaxpaged.engine.holes import wall_in
 from jaxpaged.engine.page_moves import PageMover
 from jaxpaged.engine.programs import Programs
 from jaxpaged.engine.stages import EarlierStages
@@ -69,6 +70,7 @@ class Runner:
         params: the decoder's weights on their devices, and those of a draft model.
         programs: of each stage, in order; mostly there is one.
         split: cuts the weights into those of each stage.
+        largest_words: bytes of the largest buffer of words that a step takes; see `wall_in`.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Runner:
         params: Params,
         programs: Sequence[Programs],
         split: Callable[[Params], Sequence[Params]] = lambda params: [params],
+        largest_words: int = 0,
     ):
         self.model, self.all_params, self._split = model, params, split
         *_, self._programs = self._all_programs = programs
@@ -89,6 +92,8 @@ class Runner:
         if earlier:
             assert self._everywhere is not None
             self._earlier = EarlierStages(programs[:-1], earlier, self._everywhere)
+        devices = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
+        self._walls = wall_in(devices, largest_words)
 
     @property
     def num_stages(self) -> int:

@@ -106,7 +106,11 @@ def warm_up(programs: Sequence[Programs], ladder: BucketLadder, show_progress: b
 
 
 def make_runner(
-    plan: MemoryPlan, loaded: LoadedModel, placement: Placement | None, programs: Sequence[Programs]
+    plan: MemoryPlan,
+    loaded: LoadedModel,
+    placement: Placement | None,
+    programs: Sequence[Programs],
+    ladder: BucketLadder,
 ) -> Runner:
     """What runs them, with an empty page pool."""
 
@@ -114,4 +118,5 @@ def make_runner(
         stages = split_model(loaded.config, loaded.graphdef, params, placement)
         return [stage.params for stage in stages]
 
-    return Runner(plan.model, loaded.all_params, programs, split)
+    largest = max([stage.source.largest_words(ladder) for stage in programs])
+    return Runner(plan.model, loaded.all_params, programs, split, largest)
