@@ -125,7 +125,7 @@ class Grammars:
         endings, shortest = None, None
         if grammar is not None:
             network = Network(grammar, param=param, deadline=deadline)
-            endings = Endings(network, tree)
+            endings = Endings(network, tree, self.eos_ids)
             shortest = endings.needs[endings.start]
             if shortest >= NEVER:
                 raise refusal(f"{param}: nothing fits it")

@@ -58,7 +58,7 @@ class GrammarMatcher:
         self._safe_above = endings.worst(place)
         if place == DEAD or endings.is_safe(place, budget):
             return None
-        return endings.mask(place, budget, self.vocabulary.eos_ids)
+        return endings.mask(place, budget)
 
     def _walk(self, endings: Endings, token_ids: Sequence[int]) -> int:
         endings.forget_if_full()
@@ -104,18 +104,22 @@ class MaskFiller:
         if followed:
             fill_next_token_bitmask_par(self._executor, followed, allowed.view(np.int32))
         for i, row in enumerate(rows):
-            without = allowed[i] & row.matcher.vocabulary.words_without_eos
-            if row.goes_on and without.any():
-                allowed[i] = without
+            if row.goes_on:
+                without = allowed[i] & row.matcher.vocabulary.words_without_eos
+                if without.any():
+                    allowed[i] = without
             if row.also_id is not None:
                 allowed[i, row.also_id // 32] |= np.uint32(1 << row.also_id % 32)
-            both = mask[row.number] & allowed[i]
+        numbers = np.array([row.number for row in rows])
+        allowed &= mask[numbers]
+        has_left = allowed.any(axis=1)
+        for row, has_any in zip(rows, has_left.tolist(), strict=True):
             if row.matcher.ll.is_error():
                 row.matcher.failure = f"the grammar failed: {row.matcher.ll.get_error()[:200]}"
-            elif not both.any():
+            elif not has_any:
                 row.matcher.failure = "the grammar and allowed_token_ids leave no token"
-            else:
-                mask[row.number] = both
+        may_come = has_left & [not row.matcher.ll.is_error() for row in rows]
+        mask[numbers[may_come]] = allowed[may_come]
 
     def _closing(self, row: MaskRow) -> np.ndarray | None:
         try:

@@ -4,6 +4,8 @@ Sets of places are made as answers come to them and kept by number. Only an answ
 out is looked at this closely; before that it costs nothing.
 """
 
+from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +18,8 @@ from jaxpaged.text.grammars.refusal import refusal
 from jaxpaged.text.grammars.vocabulary import TokenTree
 
 MAX_PLACES = 5_000  # kept at once
-MAX_KEPT_WALKS = 32  # each an i32 a token
+MAX_MASK_WORDS = 1 << 22  # kept at once: 16 MB
+MAX_COUNTED = 1 << 16
 MAX_ALIKE = 1_000  # states an answer may be in at the same time
 WIDE = 100  # bytes that may come next, from which on a place is wide
 WIDE_DEPTH = 2  # bytes of a token that are looked at from wide places, if they are many
@@ -29,8 +32,8 @@ type _Place = tuple[int, int]  # a state, and the stack of states to come back t
 class Endings:
     """Sets of places of one grammar, by number. Used by one thread at a time."""
 
-    def __init__(self, network: Network, tree: TokenTree):
-        self.network, self.tree = network, tree
+    def __init__(self, network: Network, tree: TokenTree, eos_ids: np.ndarray):
+        self.network, self.tree, self._eos_ids = network, tree, eos_ids
         self._cost = costs_to_end(network, tree)
         self._worst_cost = worst_costs(network, self._cost)
         self.epoch = 0
@@ -49,7 +52,8 @@ class Endings:
         self._worst: list[int] = []  # the most that any place on from here is from the end
         self._farthest: list[int] = []  # of the set's own places
         self._rows: list[np.ndarray | None] = []
-        self._after: dict[int, np.ndarray] = {}
+        self._choices: OrderedDict[int, _Choices] = OrderedDict()  # by place, the latest last
+        self._num_mask_words = 0
         self._number(frozenset(), False)
         self.start = self._closed([(self.network.starts[0], 0)])
 
@@ -82,37 +86,43 @@ class Endings:
         finite = [cost for cost in self._cost if cost < ENDLESS]
         return (self.tree.longest + 1) * max(self.network.call_depth) * max(finite)
 
-    def mask(self, place: int, budget: int, eos_ids: np.ndarray) -> np.ndarray:
-        """u32 words: tokens after which `budget - 1` more suffice, and EOS where it may end."""
-        fits = self._needs_after(place) < budget
-        if self.needs[place] and not fits.any():
-            fits = self._walk(place, is_whole=True) < budget
-        allowed = np.zeros(-(-len(fits) // 32) * 32, np.uint8)
-        allowed[: len(fits)] = fits
-        allowed[eos_ids] = not self.needs[place]
-        return np.packbits(allowed, bitorder="little").view("<u4")
-
-    def _needs_after(self, place: int) -> np.ndarray:
-        """i32[tokens]: fewest tokens to the end once each token is taken; NEVER if not allowed.
+    def mask(self, place: int, budget: int) -> np.ndarray:
+        """u32 words: tokens after which `budget - 1` more suffice, and EOS where it may end.
 
         Where almost any byte may come next, and each leads elsewhere, only short tokens are found.
         """
-        found = self._after.get(place)
-        if found is None:
-            if len(self._after) >= MAX_KEPT_WALKS:
-                del self._after[next(iter(self._after))]
+        choices = self._choices.get(place)
+        if choices is None:
             comes_back = bool((self._row(place) == place).any())
-            found = self._after[place] = self._walk(place, is_whole=comes_back)
+            choices = self._keep(place, self._walk(place, is_whole=comes_back))
+        if self.needs[place] and not choices.any_fits(budget):
+            choices = self._keep(place, self._walk(place, is_whole=True))
+        self._choices.move_to_end(place)
+        return choices.mask(budget)
+
+    def _keep(self, place: int, needs: np.ndarray) -> "_Choices":
+        known = self._choices.pop(place, None)
+        found = _Choices(needs, self._eos_ids, may_end=self.needs[place] == 0)
+        self._choices[place] = found
+        self._num_mask_words += found.num_words - (known.num_words if known else 0)
+        while self._num_mask_words > MAX_MASK_WORDS and len(self._choices) > 1:
+            _, oldest = self._choices.popitem(last=False)
+            self._num_mask_words -= oldest.num_words
         return found
 
     def _walk(self, start: int, *, is_whole: bool) -> np.ndarray:
-        """Go down the token tree level by level, all nodes of a level at once."""
+        """i32[tokens]: fewest tokens to the end once each token is taken; NEVER if not allowed.
+
+        Goes down the token tree level by level, all nodes of a level at once.
+        """
         tree = self.tree
-        found = np.full(len(tree.parent), NEVER, np.int32)
+        place_of = np.zeros(len(tree.parent), np.int32)  # by node; the root, no token, stays DEAD
         nodes, places = np.zeros(1, np.int64), np.full(1, start, np.int32)
         for depth in range(tree.longest):
-            kept, row_of = np.unique(places, return_inverse=True)
-            rows = np.stack([self._row(int(place)) for place in kept])
+            is_there = np.zeros(len(self._sets), bool)
+            is_there[places] = True
+            rows = np.stack([self._row(int(place)) for place in np.flatnonzero(is_there)])
+            row_of = (np.cumsum(is_there) - 1)[places]
             if depth >= WIDE_DEPTH and not is_whole:
                 goes_on = (np.count_nonzero(rows, axis=1) < WIDE)[row_of]
                 nodes, row_of = nodes[goes_on], row_of[goes_on]
@@ -122,10 +132,8 @@ class Endings:
             if not len(alive):
                 break
             nodes, places = nodes[alive], places[alive]
-            found[nodes] = np.array(self.needs, np.int32)[places]
-        after = found[tree.node_of]
-        after[tree.node_of == 0] = NEVER
-        return after
+            place_of[nodes] = places
+        return np.array(self.needs, np.int32)[place_of[tree.node_of]]
 
     def _row(self, place: int) -> np.ndarray:
         """i32[256]: the set after each byte."""
@@ -205,3 +213,30 @@ class Endings:
             ]
             self._worst.append(min(max([0, *worst]), ENDLESS))
         return number
+
+
+class _Choices:
+    """What may come at a place: a mask for each number of tokens that the end may be away."""
+
+    def __init__(self, needs: np.ndarray, eos_ids: np.ndarray, *, may_end: bool):
+        finite = needs[needs < NEVER]
+        is_small = finite.max(initial=0) < MAX_COUNTED  # then counting is faster than sorting
+        numbers = np.flatnonzero(np.bincount(finite)) if is_small else np.unique(finite)
+        self._needs: list[int] = numbers.tolist()
+        self._masks: list[np.ndarray] = []
+        for most in (-1, *self._needs):
+            allowed = np.zeros(-(-len(needs) // 32) * 32, bool)
+            allowed[: len(needs)] = needs <= most
+            allowed[eos_ids] = may_end
+            self._masks.append(np.packbits(allowed, bitorder="little").view("<u4"))
+            self._masks[-1].flags.writeable = False
+
+    @property
+    def num_words(self) -> int:
+        return sum([len(mask) for mask in self._masks])
+
+    def any_fits(self, budget: int) -> bool:
+        return bisect_left(self._needs, budget) > 0
+
+    def mask(self, budget: int) -> np.ndarray:
+        return self._masks[bisect_left(self._needs, budget)]
