@@ -93,7 +93,21 @@ class MaskFiller:
 
         A row in which nothing is left keeps its mask, and its matcher the reason.
         """
-        allowed = np.empty((len(rows), mask.shape[1]), np.uint32)
+        allowed = self._allowed(rows, mask.shape[1])
+        numbers = np.array([row.number for row in rows])
+        allowed &= mask[numbers]
+        has_left = allowed.any(axis=1)
+        for row, has_any in zip(rows, has_left.tolist(), strict=True):
+            if row.matcher.ll.is_error():
+                row.matcher.failure = f"the grammar failed: {row.matcher.ll.get_error()[:200]}"
+            elif not has_any:
+                row.matcher.failure = "the grammar and allowed_token_ids leave no token"
+        may_come = has_left & [not row.matcher.ll.is_error() for row in rows]
+        mask[numbers[may_come]] = allowed[may_come]
+
+    def _allowed(self, rows: Sequence[MaskRow], num_words: int) -> np.ndarray:
+        """u32[rows, words]: what each grammar allows."""
+        allowed = np.empty((len(rows), num_words), np.uint32)
         followed: list[tuple[LLMatcher, int]] = []
         for i, row in enumerate(rows):
             closing = self._closing(row)
@@ -110,16 +124,7 @@ class MaskFiller:
                     allowed[i] = without
             if row.also_id is not None:
                 allowed[i, row.also_id // 32] |= np.uint32(1 << row.also_id % 32)
-        numbers = np.array([row.number for row in rows])
-        allowed &= mask[numbers]
-        has_left = allowed.any(axis=1)
-        for row, has_any in zip(rows, has_left.tolist(), strict=True):
-            if row.matcher.ll.is_error():
-                row.matcher.failure = f"the grammar failed: {row.matcher.ll.get_error()[:200]}"
-            elif not has_any:
-                row.matcher.failure = "the grammar and allowed_token_ids leave no token"
-        may_come = has_left & [not row.matcher.ll.is_error() for row in rows]
-        mask[numbers[may_come]] = allowed[may_come]
+        return allowed
 
     def _closing(self, row: MaskRow) -> np.ndarray | None:
         try:
