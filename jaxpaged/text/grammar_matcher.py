@@ -60,6 +60,20 @@ class GrammarMatcher:
             return None
         return endings.mask(place, budget)
 
+    def place(self, token_ids: Sequence[int]) -> int:
+        """Where the answer stands among places that answers come to again; DEAD if unknown."""
+        endings = self._endings
+        return self._walk(endings, token_ids) if endings and endings.come_again else DEAD
+
+    def told(self, place: int) -> np.ndarray | None:
+        """The mask of an earlier answer at this place."""
+        return self._endings.told(place) if self._endings and place != DEAD else None
+
+    def tell(self, place: int, mask: np.ndarray) -> None:
+        """Keep a mask for later answers at this place."""
+        if self._endings and place != DEAD:
+            self._endings.tell(place, mask)
+
     def _walk(self, endings: Endings, token_ids: Sequence[int]) -> int:
         endings.forget_if_full()
         if self._epoch != endings.epoch:
@@ -109,14 +123,18 @@ class MaskFiller:
         """u32[rows, words]: what each grammar allows."""
         allowed = np.empty((len(rows), num_words), np.uint32)
         followed: list[tuple[LLMatcher, int]] = []
+        places: list[int] = []
         for i, row in enumerate(rows):
-            closing = self._closing(row)
-            if closing is None:
+            known, place = self._known(row)
+            if known is None:
                 followed.append((row.matcher.ll, i))
+                places.append(place)
             else:
-                allowed[i] = closing
+                allowed[i] = known
         if followed:
             fill_next_token_bitmask_par(self._executor, followed, allowed.view(np.int32))
+        for (_, i), place in zip(followed, places, strict=True):
+            rows[i].matcher.tell(place, allowed[i].copy())
         for i, row in enumerate(rows):
             if row.goes_on:
                 without = allowed[i] & row.matcher.vocabulary.words_without_eos
@@ -126,9 +144,15 @@ class MaskFiller:
                 allowed[i, row.also_id // 32] |= np.uint32(1 << row.also_id % 32)
         return allowed
 
-    def _closing(self, row: MaskRow) -> np.ndarray | None:
+    def _known(self, row: MaskRow) -> tuple[np.ndarray | None, int]:
+        """A mask that need not be computed, and the place of the answer where it is looked at."""
+        matcher = row.matcher
         try:
-            return row.matcher.closing_mask(row.token_ids, row.budget)
+            closing = matcher.closing_mask(row.token_ids, row.budget)
+            if closing is not None:
+                return closing, DEAD
+            place = matcher.place(row.token_ids)
         except RequestError as error:
-            row.matcher.failure = str(error)
-            return None
+            matcher.failure = str(error)
+            return None, DEAD
+        return matcher.told(place), place

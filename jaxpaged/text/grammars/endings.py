@@ -20,6 +20,7 @@ from jaxpaged.text.grammars.vocabulary import TokenTree
 MAX_PLACES = 5_000  # kept at once
 MAX_MASK_WORDS = 1 << 22  # kept at once: 16 MB
 MAX_COUNTED = 1 << 16
+FEW_ASKED = 2000  # masks by place, after which it is known whether they come again
 MAX_ALIKE = 1_000  # states an answer may be in at the same time
 WIDE = 100  # bytes that may come next, from which on a place is wide
 WIDE_DEPTH = 2  # bytes of a token that are looked at from wide places, if they are many
@@ -37,6 +38,7 @@ class Endings:
         self._cost = costs_to_end(network, tree)
         self._worst_cost = worst_costs(network, self._cost)
         self.epoch = 0
+        self._num_asked = self._num_told = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -54,6 +56,7 @@ class Endings:
         self._rows: list[np.ndarray | None] = []
         self._choices: OrderedDict[int, _Choices] = OrderedDict()  # by place, the latest last
         self._num_mask_words = 0
+        self._told: OrderedDict[int, np.ndarray] = OrderedDict()  # by place, the latest last
         self._number(frozenset(), False)
         self.start = self._closed([(self.network.starts[0], 0)])
 
@@ -69,6 +72,26 @@ class Endings:
     def forget_if_full(self) -> None:
         if len(self._sets) > MAX_PLACES:
             self._forget()
+
+    @property
+    def come_again(self) -> bool:
+        """Answers come to the same places, so that masks by place are worth keeping."""
+        return self._num_asked < FEW_ASKED or 2 * self._num_told > self._num_asked
+
+    def told(self, place: int) -> np.ndarray | None:
+        """What was kept by `tell`."""
+        found = self._told.get(place)
+        self._num_asked += 1
+        if found is not None:
+            self._num_told += 1
+            self._told.move_to_end(place)
+        return found
+
+    def tell(self, place: int, mask: np.ndarray) -> None:
+        """Keep what the grammar allows at a place, whoever found it out."""
+        self._told[place] = mask
+        if len(self._told) * len(mask) > MAX_MASK_WORDS:
+            self._told.popitem(last=False)
 
     def worst(self, place: int) -> int:
         """The most tokens that any place from here on is from the end; NEVER without a bound."""
