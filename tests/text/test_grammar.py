@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance.numpy import fill_next_token_bitmask
 
 from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
@@ -92,6 +93,28 @@ def test_both_automata_allow_the_same_tokens(grammars, seed):
         assert matcher.accept(token)
         ids.append(token)
         place = endings.advance(place, grammars.tree.bytes_of(token))
+
+
+def test_masks_kept_by_place_are_what_the_grammar_allows_there(grammars):
+    schema = {"type": "array", "items": {"enum": ["a", "bc", {"k": 1}]}, "minItems": 2}
+    grammar = grammars.compile(Params(json=schema))
+    filler, rng = MaskFiller(), np.random.default_rng(0)
+    mask, told = np.zeros((1, WORDS), np.uint32), np.zeros((1, WORDS), np.uint32)
+    for _ in range(8):
+        matcher, ids = GrammarMatcher(grammar), []
+        while len(ids) < 60 and not matcher.must_end:
+            mask[:] = 0xFFFFFFFF
+            filler.narrow(mask, [MaskRow(0, matcher, ids, PLENTY, False)])
+            fill_next_token_bitmask(matcher.ll, told.view(np.int32))
+            np.testing.assert_array_equal(mask, told, err_msg=f"after {ids}")
+            token = int(
+                rng.choice(np.flatnonzero(np.unpackbits(told[0].view(np.uint8), bitorder="little")))
+            )
+            if token == EOS:
+                break
+            assert matcher.accept(token)
+            ids.append(token)
+    assert grammar.endings.num_told > 20
 
 
 def test_no_answer_is_shorter_than_the_shortest(grammars):

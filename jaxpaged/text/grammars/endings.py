@@ -1,7 +1,7 @@
 """Where an answer stands in its grammar, and how many tokens it needs to end.
 
-Sets of places are made as answers come to them and kept by number. Only an answer whose tokens run
-out is looked at this closely; before that it costs nothing.
+Sets of places are made as answers come to them and kept by number. Masks are kept by place too, as
+long as answers come again to the same ones; else only an answer whose tokens run out is looked at.
 """
 
 from bisect import bisect_left
@@ -38,7 +38,7 @@ class Endings:
         self._cost = costs_to_end(network, tree)
         self._worst_cost = worst_costs(network, self._cost)
         self.epoch = 0
-        self._num_asked = self._num_told = 0
+        self._num_asked = self.num_told = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -76,14 +76,14 @@ class Endings:
     @property
     def come_again(self) -> bool:
         """Answers come to the same places, so that masks by place are worth keeping."""
-        return self._num_asked < FEW_ASKED or 2 * self._num_told > self._num_asked
+        return self._num_asked < FEW_ASKED or 2 * self.num_told > self._num_asked
 
     def told(self, place: int) -> np.ndarray | None:
         """What was kept by `tell`."""
         found = self._told.get(place)
         self._num_asked += 1
         if found is not None:
-            self._num_told += 1
+            self.num_told += 1
             self._told.move_to_end(place)
         return found
 
