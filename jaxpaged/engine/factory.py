@@ -32,7 +32,15 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device, watch_devices
 from jaxpaged.engine.page_metrics import watch_pages
-from jaxpaged.engine.starting import make_programs, make_runner, refuse_combinations, warm_up
+from jaxpaged.engine.starting import (
+    can_be_told,
+    compiles_all,
+    lowering_early,
+    make_programs,
+    make_runner,
+    refuse_combinations,
+    warm_up,
+)
 from jaxpaged.engine.swapping import swap_limits
 from jaxpaged.engine.texts import template_for, tokenizer_for
 from jaxpaged.layers.attention import AttentionOp, paged_attention
@@ -91,28 +99,30 @@ def build_engine(
         dtype = model_dtype(config.model.dtype, platform)
         device = present_device(config)
         placement = make_placement(config.parallel)
-    with _timed(phases, "weights"):
-        files = open_files(config, dtype, attention, placement)
-        weights = weight_bytes(files.all_params, files.config, placement)
-        draft = files.draft and files.draft.config
-        # refuses what cannot fit before a weight is read
-        plan_or_refuse(config, files.config, weights, dtype, device, draft)
-        loaded = files.load(config.model.seed)
-    with _timed(phases, "tokenizer"):
-        tokenizer = tokenizer_for(config.model, loaded.path)
-        template = template_for(config.model, tokenizer)
-    weights = max(bytes_in_use(placement and placement.devices), weights)
-    plan = plan_or_refuse(config, loaded.config, weights, dtype, device, draft)
-    config, model = settled(config, plan), plan.model
     processors = dict(logits_processors or {})
-    programs = make_programs(
-        config, plan, loaded, dtype, placement, attention, tuple(processors.values())
-    )
-    wants_warm = warm and platform != "cpu"
-    if config.compile.warmup == "all" or (config.compile.warmup == "auto" and wants_warm):
-        # before the pool takes the memory in which XLA tries ways to multiply
-        with _timed(phases, "programs"), memory_explained(plan):
-            warm_up(programs, ladder_of(config), show_progress)
+    is_warmed = compiles_all(config, warm)
+    is_told = is_warmed and can_be_told(placement, attention, processors)
+    with lowering_early(config, is_told) as early:
+        with _timed(phases, "weights"):
+            files = open_files(config, dtype, attention, placement)
+            weights = weight_bytes(files.all_params, files.config, placement)
+            draft = files.draft and files.draft.config
+            # refuses what cannot fit before a weight is read
+            plan_or_refuse(config, files.config, weights, dtype, device, draft)
+            loaded = files.load(config.model.seed)
+        with _timed(phases, "tokenizer"):
+            tokenizer = tokenizer_for(config.model, loaded.path)
+            template = template_for(config.model, tokenizer)
+        weights = max(bytes_in_use(placement and placement.devices), weights)
+        plan = plan_or_refuse(config, loaded.config, weights, dtype, device, draft)
+        config, model = settled(config, plan), plan.model
+        programs = make_programs(
+            config, plan, loaded, dtype, placement, attention, processors, early
+        )
+        if is_warmed:
+            # before the pool takes the memory in which XLA tries ways to multiply
+            with _timed(phases, "programs"), memory_explained(plan):
+                warm_up(programs, ladder_of(config), show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
         runner = make_runner(plan, loaded, placement, programs, ladder_of(config))
     parts = _host_side(config, plan, processors, draft_cost(files))

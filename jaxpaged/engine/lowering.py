@@ -37,14 +37,24 @@ def lowering_setup(config: EngineConfig, pools: PoolSizes, max_len: int) -> dict
 
 
 class LoweringProcesses:
-    """Children that lower programs by name. `lower` may be called by several threads."""
+    """Children that lower programs by name, once they were told of the engine.
 
-    def __init__(self, count: int, setup: dict[str, Any]):
-        # a child allocates nothing on the device, but opens it to see what it is
+    `lower` may be called by several threads.
+    """
+
+    def __init__(self, count: int):
+        # a child allocates nothing on the device, but opens it to see what it is, when it was told
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self._children = [_start(setup, environment) for _ in range(count)]
+        self._children = [_start(environment) for _ in range(count)]
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+
+    def tell(self, setup: dict[str, Any]) -> None:
+        """Say what `lowering_setup` made, once."""
         for child in self._children:
+            assert child.stdin is not None
+            with suppress(OSError):  # it ended already: `lower` will find that out
+                child.stdin.write(json.dumps(setup).encode() + b"\n")
+                child.stdin.flush()
             self._free.put(child)
 
     def lower(self, name: str) -> bytes | None:
@@ -65,25 +75,22 @@ class LoweringProcesses:
         return None
 
     def close(self) -> None:
-        for child in self._children:
+        """End them; twice is no error."""
+        children, self._children = self._children, []
+        for child in children:
             child.kill()
-        for child in self._children:
+        for child in children:
             child.communicate()
 
 
-def _start(setup: dict[str, Any], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
+def _start(environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [sys.executable, "-m", CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
     )
-    assert child.stdin is not None
-    with suppress(OSError):  # it ended already: `lower` will find that out
-        child.stdin.write(json.dumps(setup).encode() + b"\n")
-        child.stdin.flush()
-    return child
 
 
 def export_program(function: Any, arguments: tuple[Any, ...]) -> bytes:

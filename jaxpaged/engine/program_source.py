@@ -44,6 +44,7 @@ from jaxpaged.sharding import spec_of
 
 RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
 FEW_TOKENS = 32  # up to here XLA's own Triton products read weights faster than cuBLAS does
+FUSION_SEARCH = "xla_gpu_experimental_enable_fusion_autotuner"
 WHOLE, LOGITS = PartitionSpec(), spec_of((None, "vocab"))
 
 
@@ -285,7 +286,7 @@ class ProgramSource:
 @cache
 def _common_options() -> dict[str, Any]:
     """XLA's, of every program: it compiles each small fusion once, instead of timing two ways."""
-    options = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+    options = {FUSION_SEARCH: False}
     if jax.default_backend() != "gpu":
         return {}
     try:

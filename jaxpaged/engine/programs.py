@@ -25,8 +25,8 @@ class Programs:
     """Gives finished programs by what they are for. Safe for use by several threads.
 
     Args:
-        start_processes: starts processes that lower programs, or None where they cannot be told
-            what to lower.
+        start_processes: gives so many processes that lower programs, or None where they cannot be
+            told what to lower.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Programs:
             notice(len(programs) - len(missing), len(programs))
             processes = None
             if self._start_processes and len(missing) >= FEWEST_FOR_PROCESSES:
-                processes = self._start_processes(max(1, _num_threads() // 2))
+                processes = self._start_processes(num_processes())
             try:
                 futures = [pool.submit(self._compile_with, processes, make) for make in missing]
                 for done, future in enumerate(futures, 1 + len(programs) - len(missing)):
@@ -128,6 +128,11 @@ class Programs:
             self._finished[program.name] = compiled
         log.debug("compiled %s in %.1f s", program.name, time.monotonic() - start)
         self._store.save(program.name, compiled)
+
+
+def num_processes() -> int:
+    """That lower beside the threads that compile."""
+    return max(1, _num_threads() // 2)
 
 
 def _num_threads() -> int:

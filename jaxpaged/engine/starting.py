@@ -1,10 +1,12 @@
 """What a start needs of its programs: do the settings go together, what finds and compiles them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -16,7 +18,7 @@ from jaxpaged.engine.drafting import DraftModel
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
 from jaxpaged.engine.program_source import ProgramSource, shapes_of
-from jaxpaged.engine.programs import Programs
+from jaxpaged.engine.programs import Programs, num_processes
 from jaxpaged.engine.runner import Runner
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import AttentionOp
@@ -51,19 +53,19 @@ def make_programs(
     dtype: np.dtype,
     placement: Placement | None,
     attention: AttentionOp | None,
-    processors: tuple[LogitsProcessor, ...],
+    processors: Mapping[str, LogitsProcessor],
+    early: LoweringProcesses | None = None,
 ) -> list[Programs]:
     """What finds and compiles the programs of each stage, of which there mostly is one.
 
-    Of the page pool only its shape is needed.
+    Of the page pool only its shape is needed. `early` are processes that lower, started already.
     """
     is_plain = attention is None and not processors  # nothing that only this process knows
-    is_cacheable = is_plain and config.compile.compile_cache_dir != ""
-    folder = Path(config.compile.compile_cache_dir or default_cache_dir()) if is_cacheable else None
+    folder = _cache_folder(config) if is_plain else None
     start_processes = None
-    if is_plain and placement is None:  # an export does not say how its arguments are split
-        told = lowering_setup(config, plan.pools, plan.model.max_len)
-        start_processes = partial(LoweringProcesses, setup=told)
+    if can_be_told(placement, attention, processors):
+        setup = lowering_setup(config, plan.pools, plan.model.max_len)
+        start_processes = partial(_told, early, setup)
     model = plan.model if placement is None else laid_out(plan.model, placement.num_shards)
     num_shards = 1 if placement is None else placement.num_shards
     draft = DraftModel.of(loaded, config.scheduler.speculation, num_shards)
@@ -78,7 +80,7 @@ def make_programs(
             page_size=plan.page_size,
             max_num_seqs=plan.max_num_seqs,
             dtype=dtype,
-            processors=processors,
+            processors=tuple(processors.values()),
             swaps=config.cache.swap_space > 0,
             num_scheduler_steps=plan.num_scheduler_steps,
             logprobs_mode=config.model.logprobs_mode,
@@ -91,6 +93,51 @@ def make_programs(
         store = ExecutableStore(folder, source.identity(), devices)
         made.append(Programs(source, store, start_processes))
     return made
+
+
+def compiles_all(config: EngineConfig, warm: bool) -> bool:
+    """Whether every program is to be ready at the start; see `build_engine`."""
+    wanted = config.compile.warmup
+    return wanted == "all" or (wanted == "auto" and warm and jax.default_backend() != "cpu")
+
+
+def can_be_told(
+    placement: Placement | None,
+    attention: AttentionOp | None,
+    processors: Mapping[str, LogitsProcessor],
+) -> bool:
+    """Whether another process can lower the programs from the configuration alone."""
+    # an export does not say how its arguments are split
+    return placement is None and attention is None and not processors
+
+
+@contextmanager
+def lowering_early(config: EngineConfig, is_wanted: bool) -> Iterator[LoweringProcesses | None]:
+    """Processes that will lower, and load what that takes while the weights are loaded.
+
+    None where programs are on disk, for most likely all are, and on a CPU, where few are compiled.
+    """
+    folder = _cache_folder(config)
+    is_warm = folder is not None and folder.is_dir() and any(folder.iterdir())
+    if is_warm or not is_wanted or jax.default_backend() == "cpu":
+        yield None
+        return
+    processes = LoweringProcesses(num_processes())
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def _told(early: LoweringProcesses | None, setup: dict[str, Any], count: int) -> LoweringProcesses:
+    processes = early or LoweringProcesses(count)
+    processes.tell(setup)
+    return processes
+
+
+def _cache_folder(config: EngineConfig) -> Path | None:
+    given = config.compile.compile_cache_dir
+    return None if given == "" else Path(given or default_cache_dir())
 
 
 def warm_up(programs: Sequence[Programs], ladder: BucketLadder, show_progress: bool) -> None:

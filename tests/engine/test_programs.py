@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.engine import compile_clock, lowering, programs
+from jaxpaged.engine import compile_clock, lowering, program_source, programs
 from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.executables import ExecutableStore, programs_identity
 from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.program_source import Program
+from jaxpaged.engine.starting import lowering_early
 from tests.support import engines
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,)}
@@ -65,9 +67,32 @@ def test_programs_lowered_in_a_process_give_the_same_answers(model_folder, usual
 
 def test_a_process_that_ends_is_done_without(monkeypatch):
     monkeypatch.setattr(lowering, "CHILD", "jaxpaged.engine.no_such_module")
-    processes = lowering.LoweringProcesses(1, {})
+    processes = lowering.LoweringProcesses(1)
+    processes.tell({})
     assert [processes.lower("forward"), processes.lower("sample")] == [None, None]
     processes.close()
+
+
+def test_processes_start_before_the_weights_where_no_program_is_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(lowering, "CHILD", "jaxpaged.engine.no_such_module")
+    config = config_from_keywords(model="R", compile_cache_dir=str(tmp_path / "cache"))
+    with lowering_early(config, is_wanted=True) as early:
+        assert early is None  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with lowering_early(config, is_wanted=True) as early:
+        assert early is not None
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "one.jaxexe").touch()
+    with lowering_early(config, is_wanted=True) as early:
+        assert early is None
+
+
+def test_a_program_asks_for_no_option_that_xla_does_not_have(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    asked = program_source._common_options.__wrapped__
+    assert asked() == {program_source.FUSION_SEARCH: False}
+    monkeypatch.setattr(program_source, "FUSION_SEARCH", "xla_gpu_no_such_option")
+    assert asked() == {}
 
 
 def test_a_second_start_compiles_nothing(model_folder, usual, tmp_path):
