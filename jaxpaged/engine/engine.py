@@ -175,25 +175,27 @@ class Engine:
         places = rows.last_places() if is_scored else range(len(rows))
         sampled = verified.sampled(plan, result) if verified else rows.kept(result.token_ids)
         streams, logprobs, samples = self._streams, result.logprob_list, rows.samples
-        before, num_new = list[float](), 0  # times of tokens that got a follower
+        before, num_new, guessed = list[float](), 0, list[float]()
         for i in self.scheduler.commit(plan, sampled):
-            stream, guessed = streams[rows.seqs[i].seq_id], list[float]()
+            seq = rows.seqs[i]
+            stream, num_tokens = streams[seq.seq_id], len(seq.token_ids)
             if verified:
-                guessed = verified.after_first(i, len(stream.seq.token_ids) - nums_before[i])
+                guessed = verified.after_first(i, num_tokens - nums_before[i])
+                stream.cumulative_logprob += sum(guessed)
             if samples[i]:
                 num_new += 1
-                stream.cumulative_logprob += logprobs[i] + sum(guessed)
+                stream.cumulative_logprob += logprobs[i]
                 if stream.last_token_time is None:
-                    self._first_token(stream.seq, now)
+                    self._first_token(seq, now)
                 else:
                     before.append(stream.last_token_time)
                 stream.last_token_time = now
-            if not stream.holds or stream.is_due:
+            if num_tokens >= stream.due or stream.is_finished:
                 events.append(self._event(stream, places[i], result, guessed))
                 if stream.is_finished:
                     self._forget(stream)
             if guessed:
-                num_new += len(stream.seq.token_ids) - nums_before[i] - 1
+                num_new += len(seq.token_ids) - nums_before[i] - 1
         self._note_gaps(before, now)
         self.metrics.step_ended(num_new, self._load())
         return events

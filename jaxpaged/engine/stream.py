@@ -28,6 +28,7 @@ class Stream:
     last_token_time: float | None = None  # seconds, monotonic
     ended_by_grammar: bool = False  # whose last token is text like any other
     num_told: int = 0  # tokens of the sequence that events have told, and the prompt's
+    due: int = 0  # tokens of the sequence with which the next event is due, if it does not end
     holds: bool = False  # its caller waits for the end: tokens are told in pieces
 
     @classmethod
@@ -48,15 +49,6 @@ class Stream:
     @property
     def is_finished(self) -> bool:
         return self.seq.state is SeqState.FINISHED
-
-    @property
-    def is_due(self) -> bool:
-        """Whether one that holds tells now: its first token, a piece, the end."""
-        seq, num_told = self.seq, self.num_told
-        if num_told == seq.num_prompt_tokens or self.is_finished:
-            return True
-        # where pieces end differs from sequence to sequence, so that not all end in one step
-        return (len(seq.token_ids) + seq.seq_id) // PIECE > (num_told + seq.seq_id) // PIECE
 
     def untold(self) -> tuple[int, ...]:
         """The tokens since the last event."""
@@ -115,6 +107,8 @@ class Stream:
     ) -> TokenEvent:
         seq, prompt_logprobs = self.seq, None
         self.num_told += len(token_ids)
+        if self.holds:  # where pieces end differs, so that not all end in the same step
+            self.due = self.num_told + PIECE - (self.num_told + seq.seq_id) % PIECE
         if self.prompt_logprobs is not None and not self.told_prompt_logprobs:
             missing = seq.num_prompt_tokens - len(self.prompt_logprobs)  # of one that was aborted
             prompt_logprobs = (*self.prompt_logprobs, *[None] * missing)
