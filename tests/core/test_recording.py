@@ -13,7 +13,7 @@ from tests.core.fake_device import Loop, make_scheduler, make_sequence
 from tests.core.test_schedule_workloads import MAX_LEN, PAGES_OF_LONGEST, Job, sequences_of
 
 
-def record_storm(file: Path, policy="fcfs", window=0):
+def record_storm(file: Path, policy="fcfs", window=0, mode="recompute"):
     """A preemption storm with penalties, stops, two salts, an abort and a reset, recorded."""
     options = [
         {"presence_penalty": 0.5},
@@ -32,6 +32,8 @@ def record_storm(file: Path, policy="fcfs", window=0):
         scheduling_policy=policy,
         window=window,
         num_local_pages=7,
+        preemption_mode=mode,
+        num_host_pages=24,
     )
     loop = Loop(RecordedScheduler(scheduler, file))
     for i, seq in enumerate(chain(*sequences_of(jobs, ((3, 4),)))):
@@ -46,15 +48,24 @@ def record_storm(file: Path, policy="fcfs", window=0):
 
 
 @pytest.mark.parametrize(
-    ("policy", "window"), [("fcfs", 0), ("fcfs", 6), ("priority", 0), ("fair", 0), ("sjf", 0)]
+    ("policy", "window", "mode"),
+    [
+        ("fcfs", 0, "recompute"),
+        ("fcfs", 0, "swap"),
+        ("fcfs", 6, "swap"),
+        ("priority", 0, "recompute"),
+        ("fair", 0, "swap"),
+        ("sjf", 0, "recompute"),
+    ],
 )
-def test_a_recorded_storm_is_planned_the_same_again(tmp_path, policy, window, capsys):
+def test_a_recorded_storm_is_planned_the_same_again(tmp_path, policy, window, mode, capsys):
     file = tmp_path / "run.jsonl"
-    loop = record_storm(file, policy, window)
+    loop = record_storm(file, policy, window, mode)
     found = replay(file)
     assert found.mismatch is None
     assert found.num_plans == loop.num_steps
-    assert found.num_preemptions == loop.scheduler.num_preemptions > 20
+    assert found.num_preemptions == loop.scheduler.num_preemptions > 15
+    assert (loop.scheduler.tier.num_swaps > 10) == (mode == "swap")
     assert main([str(file)]) == 0
     assert "all as recorded" in capsys.readouterr().out
     assert file.stat().st_mode & 0o077 == 0
