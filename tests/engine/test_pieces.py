@@ -5,15 +5,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.host_loop import make_llm
-from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.engine.stream import PIECE
-from jaxpaged.text.tokenizer import ids_only_tokenizer
-from tests.support.engines import TinyEngine
-from tests.support.models import byte_ids
+from jaxpaged.text.tokenizer import ids_only_tokenizer, load_tokenizer
+from tests.support.models import EOS, VOCAB, write_tokenizer
+from tests.support.scripted_engine import ScriptedDevice
 
 WAITS = OutputKind.FINAL_ONLY
-LIST = [*range(60, 110), 60, 61, 62]  # what S says anyhow
 PLAIN = SamplingParams(max_tokens=90, temperature=0.0, detokenize=False, output_kind=WAITS)
 
 
@@ -53,23 +51,19 @@ def test_an_aborted_answer_tells_what_it_has_got():
     assert (last.finish_reason, last.cumulative_logprob) == ("abort", -20.0)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0.6, "seed": 4, "n": 2},
-        {"logprobs": 2},
-        {"prompt_logprobs": 1},
-        {"stop": ["rs"]},
-        {"stop_token_ids": [byte_ids("v")[0]], "include_stop_str_in_output": True},
-    ],
-)
-@pytest.mark.parametrize("guesses", [None, Speculation("ngram", 3, 4, 2)])
-def test_the_whole_is_that_of_a_stream(parts_s, fields, guesses):
-    params = SamplingParams(**{"max_tokens": 75, "temperature": 0.0, "ignore_eos": True} | fields)
-    waited = TinyEngine(parts_s, speculation=guesses).generate([LIST], [params])[0]
-    llm = TinyEngine(parts_s, speculation=guesses).llm
-    jobs = [(None, llm.parts.inputs.request(LIST, params))]
-    streamed = next(iter(llm.run(jobs, max_inflight=1)))
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"max_tokens": 33}, {"include_stop_str": True}])
+def test_the_whole_is_that_of_a_stream(tmp_path, fields):
+    """Told in pieces by `generate`; token by token by `run`. The answer ends by itself."""
+    write_tokenizer(tmp_path)
+    tokenizer, device = load_tokenizer(tmp_path), ScriptedDevice()
+    device.script = "".join(chr(97 + i % 26) for i in range(70)) + "\u00e9"
+    llm = make_llm(2, tokenizer, VOCAB)
+    steps = llm.parts.engine.steps
+    steps.runner, steps.on_step = device, device.on_step
+    options = {"max_tokens": 90, "stop_token_ids": [EOS]} | fields
+    shown = options.pop("include_stop_str", False)
+    params = SamplingParams(temperature=0.0, include_stop_str_in_output=shown, **options)
+    (waited,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    (streamed,) = llm.run([(None, llm.parts.inputs.request([1, 2, 3], params))], max_inflight=1)
     assert waited.outputs == streamed.outputs
-    assert waited.prompt_logprobs == streamed.prompt_logprobs
+    assert waited.outputs[0].text.startswith(device.script[:33])

@@ -10,8 +10,12 @@ LIST = [*range(60, 110), 60, 61, 62]  # what S says anyhow; a to z are 64 to 89
 
 
 def both(parts, prompts, params):
-    """Outputs with guesses and without, and the drafts that were checked."""
-    plain = TinyEngine(parts).generate(prompts, params)
+    """Outputs with guesses, told in pieces, and without, token by token; and the drafts."""
+    llm = TinyEngine(parts).llm
+    requests = list(map(llm.parts.inputs.request, prompts, params))
+    jobs = [(None, request) for request in requests]
+    ended = {out.request_id: out for out in llm.run(jobs, max_inflight=len(jobs))}
+    plain = [ended[request.request_id] for request in requests]
     engine = TinyEngine(parts, speculation=SPECULATION)
     drafts, schedule = [], engine.scheduler.schedule
 
