@@ -24,7 +24,7 @@ runner = parts.engine.runner
 print(json.dumps({
     "ready": time.monotonic(),
     "phases": parts.phases_s,
-    "compiled": runner.num_compilations,
+    "compiled": runner.compilations,
     "loaded": runner.num_loaded,
 }))
 """
@@ -67,5 +67,9 @@ def run(args: argparse.Namespace, report: Report) -> None:
             target = STARTUP_S.get((args.label, state))
             line |= {} if target is None else target.columns()
             line |= {name: round(s, 2) for name, s in told["phases"].items()}
-            line |= {"compiled": told["compiled"], "loaded": told["loaded"]}
+            compiled = sorted(told["compiled"], key=lambda one: -one[1])
+            line |= {"compiled": len(compiled), "loaded": told["loaded"]}
+            if compiled:  # seconds of all threads together, those that a thread waited included
+                line["compile_s"] = round(sum(seconds for _, seconds in compiled), 1)
+                line["slowest"] = ", ".join(f"{name} {s:.1f} s" for name, s in compiled[:5])
             report.add(args.label or args.model, line)

@@ -39,7 +39,7 @@ class Programs:
         self._finished: dict[str, Any] = {}
         self._lock = threading.Lock()
         self.clock = CompileClock()  # of programs that were not there when they were wanted
-        self.num_compilations = 0
+        self.compilations: list[tuple[str, float]] = []  # names and seconds, lowering left out
         self.num_loaded = 0
 
     def forward(self, bucket: Bucket) -> Any:
@@ -123,10 +123,11 @@ class Programs:
     def _compile(self, program: Program, lowered: Any = None) -> None:
         start = time.monotonic()
         compiled = program.compile(lowered)
+        seconds = time.monotonic() - start
         with self._lock:
-            self.num_compilations += 1
+            self.compilations.append((program.name, seconds))
             self._finished[program.name] = compiled
-        log.debug("compiled %s in %.1f s", program.name, time.monotonic() - start)
+        log.debug("compiled %s in %.1f s", program.name, seconds)
         self._store.save(program.name, compiled)
 
 

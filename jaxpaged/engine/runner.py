@@ -105,8 +105,13 @@ class Runner:
         return {name: x for name, x in self.all_params.items() if name != DRAFT}
 
     @property
+    def compilations(self) -> list[tuple[str, float]]:
+        """Names of the programs that were compiled, and seconds of each."""
+        return [one for programs in self._all_programs for one in programs.compilations]
+
+    @property
     def num_compilations(self) -> int:
-        return sum([programs.num_compilations for programs in self._all_programs])
+        return sum([len(programs.compilations) for programs in self._all_programs])
 
     @property
     def last_compile_time(self) -> float:
