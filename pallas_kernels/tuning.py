@@ -34,7 +34,6 @@ class MixedTiles:
     warpgroups: int  # that compute
     block_kv: int  # tokens a tile
     stages: int  # tiles in flight
-    early_exponents: bool  # beside the values' multiplication, which needs the next keys early
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,15 @@ DECODE = {
 }
 
 _MIXED = {
-    64: MixedTiles(2, 128, 4, early_exponents=True),
-    96: MixedTiles(2, 64, 4, early_exponents=True),
-    128: MixedTiles(2, 64, 4, early_exponents=True),
-    256: MixedTiles(1, 64, 2, early_exponents=True),
+    64: MixedTiles(2, 128, 4),
+    96: MixedTiles(2, 64, 4),
+    128: MixedTiles(2, 64, 4),
+    256: MixedTiles(1, 64, 2),
 }
 
 # Large tiles multiply faster, small ones hide the memory's latency better: for batches of few long
 # chunks, and for the others.
-_LONG_CHUNKS = {128: MixedTiles(2, 128, 2, early_exponents=False)}
+_LONG_CHUNKS = {128: MixedTiles(2, 128, 2)}
 _LONG_CHUNK_TOKENS = 256  # a row, on average
 
 

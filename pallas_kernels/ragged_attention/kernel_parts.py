@@ -12,7 +12,12 @@ from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.spec import AttentionSpec
 
-MASKED = -1e30  # finite, so that MASKED - MASKED is 0 and not NaN
+MASKED = -1e30  # below every log2 logit, and finite: MASKED - MASKED is 0 and not NaN
+# A logit without a weight, before it is scaled. With a finite one, a row that sees nothing of its
+# first tile fails: the product with the scale is rounded for the peak and not in the fused multiply
+# and subtract, so that the weight is 2 to what the rounding left of 1e30, either 0 or infinite.
+HIDDEN = -math.inf
+MASS_COLUMNS = 8  # in which the mixed kernel keeps a row's sum of weights, as threads hold them
 LOG2_E = math.log2(math.e)
 WARPGROUP_ROWS = 64  # wgmma's M
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a WGMMA tile
@@ -57,13 +62,22 @@ def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
+def row_iota() -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
+
+
+def filled(value: float, columns: int) -> jax.Array:
+    rows = jnp.full((WARPGROUP_ROWS, columns), value, jnp.float32)
+    return plgpu.layout_cast(rows, plgpu.Layout.WGMMA)
+
+
 def filled_rows(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), ROWS)
 
 
 def empty_softmax(head_dim: int) -> Softmax:
-    acc = jnp.zeros((WARPGROUP_ROWS, head_dim), jnp.float32)
-    return plgpu.layout_cast(acc, plgpu.Layout.WGMMA), filled_rows(MASKED), filled_rows(0.0)
+    acc = filled(0.0, head_dim)
+    return acc, filled_rows(MASKED), filled_rows(0.0)
 
 
 def log2_weights(products: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -71,6 +85,15 @@ def log2_weights(products: jax.Array, spec: AttentionSpec) -> jax.Array:
     if spec.soft_cap is None:
         return products * (spec.scale * LOG2_E)
     return jnp.tanh(products * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2_E)
+
+
+def raw_logits(products: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, float]:
+    """q . k -> logits, and what makes units of log 2 of them, over 0: so their order is kept."""
+    if spec.soft_cap is not None:
+        return jnp.tanh(products * (spec.scale / spec.soft_cap)), spec.soft_cap * LOG2_E
+    if spec.scale > 0:
+        return products, spec.scale * LOG2_E
+    return products * (spec.scale * LOG2_E), 1.0
 
 
 def shrink_softmax(softmax: Softmax, logits: jax.Array) -> tuple[Softmax, jax.Array]:
@@ -81,6 +104,26 @@ def shrink_softmax(softmax: Softmax, logits: jax.Array) -> tuple[Softmax, jax.Ar
     weights = jnp.exp2(logits - across_columns(new_peak, logits.shape[1]))
     acc = acc * across_columns(shrink, acc.shape[1])
     return (acc, new_peak, mass * shrink + weights.sum(axis=1)), weights
+
+
+def weigh(
+    logits: jax.Array, unit: float, peak: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The new peak, what the old one's weights shrink by, and the logits' weights."""
+    new_peak = jnp.maximum(peak, logits.max(axis=1) * unit)
+    weights = jnp.exp2(logits * unit - across_columns(new_peak, logits.shape[1]))
+    return new_peak, jnp.exp2(peak - new_peak), weights
+
+
+def add_mass(mass: jax.Array, shrink: jax.Array, weights: jax.Array) -> jax.Array:
+    """[rows, MASS_COLUMNS] of sums of weights, with a tile's: no thread needs what others hold."""
+    rows, columns = weights.shape
+    starts = range(0, columns, MASS_COLUMNS)
+    sums = [lax.slice(weights, (0, at), (rows, at + MASS_COLUMNS)) for at in starts]
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=True)]
+    return mass * across_columns(shrink, MASS_COLUMNS) + sums[0]
 
 
 def multiply(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
@@ -150,7 +193,7 @@ def offset_in_page(tile: jax.Array, *, block_kv: int, page_size: int) -> jax.Arr
     """First row of tile number `tile` in its page, where pages are larger than tiles; else 0."""
     if page_size <= block_kv:
         return 0
-    return pl.multiple_of(lax.rem(tile * block_kv, jnp.int32(page_size)), block_kv)
+    return lax.rem(tile * block_kv, jnp.int32(page_size))
 
 
 def sink_rows(sinks: jax.Array | None, kv_heads: int, group: int) -> list[jax.Array]:

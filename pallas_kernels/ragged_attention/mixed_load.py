@@ -47,23 +47,44 @@ class MixedScratch:
     k_free: Any
     v_full: Any
     v_free: Any
-    turn: Any  # whose turn on the tensor cores it is
 
 
 def load_mixed(static: MixedStatic, refs: MixedRefs, smem: MixedScratch) -> None:
-    """The loading warpgroup: runs ahead of the computing ones, into the next items too."""
+    """The loading warpgroup: runs ahead of the computing ones, into the next items too.
+
+    Its warps work by themselves, each on half of every tile: two load keys, the other two load
+    queries and values. A stream so waits for nothing but its own slots, and a copy costs the
+    instructions of one warp.
+    """
+    keys = refs.k_pages, smem.k, smem.k_full, smem.k_free
+    values = refs.v_pages, smem.v, smem.v_full, smem.v_free
+
+    @plgpu.warp_map
+    def _(warp):
+        half = lax.rem(warp, jnp.int32(2))
+
+        @pl.when(warp < 2)
+        def _():
+            _load_stream(static, refs, half, keys)
+
+        @pl.when(warp >= 2)
+        def _():
+            _load_stream(static, refs, half, values, smem)
+
+
+def _load_stream(
+    static: MixedStatic, refs: MixedRefs, half: jax.Array, stream: Any, queries: Any = None
+) -> None:
+    """Load one half of all tiles of K or of V; before an item's, its queries, if given a place."""
 
     def visit(item, carry):
         tiles_before, uses = carry
-        uses = tuple(
-            _load_query(static, refs, smem, item, warpgroup, uses[warpgroup])
-            for warpgroup in range(static.tiles.warpgroups)
-        )
-        _load_tiles(static, refs, smem, item, tiles_before)
+        if queries is not None:
+            uses = _load_query(static, refs, queries, item, half, uses)
+        _load_tiles(static, refs, item, half, stream, tiles_before)
         return tiles_before + item.tiles, uses
 
-    unused = (jnp.int32(0),) * static.tiles.warpgroups
-    for_each_item(static, refs, visit, (jnp.int32(0), unused))
+    for_each_item(static, refs, visit, (jnp.int32(0), jnp.int32(0)))
 
 
 def _load_query(
@@ -71,12 +92,13 @@ def _load_query(
     refs: MixedRefs,
     smem: MixedScratch,
     item: Item,
-    warpgroup: int,
+    warpgroup: jax.Array,
     uses: jax.Array,
 ) -> jax.Array:
     """Load a warpgroup's rows of q, if the item has any; its uses of the buffer afterwards."""
     s, full = static, smem.q_full.at[warpgroup]
     has_rows = item.tokens > warpgroup * s.warpgroup_tokens
+    has_rows &= warpgroup < s.tiles.warpgroups
 
     @pl.when(has_rows)
     def _():
@@ -94,42 +116,38 @@ def _load_query(
 
 
 def _load_tiles(
-    static: MixedStatic, refs: MixedRefs, smem: MixedScratch, item: Item, tiles_before: jax.Array
+    static: MixedStatic,
+    refs: MixedRefs,
+    item: Item,
+    half: jax.Array,
+    stream: Any,
+    tiles_before: jax.Array,
 ) -> None:
-    s, sizes = static, {"block_kv": static.tiles.block_kv, "page_size": static.page_size}
+    s, (pool, ring, full, free) = static, stream
+    rows = s.tiles.block_kv // 2
+    sizes = {"block_kv": rows, "page_size": s.page_size}
     _, copy_rows = parts.copies_of_tile(**sizes)
     low, page_size = jnp.int32(0), jnp.int32(s.page_size)
     if s.spec.window is not None:
         low = jnp.maximum(item.position + 1 - s.spec.window, 0)
     page_range = lax.div(low, page_size), lax.div(item.kv_len - 1, page_size)
 
-    def tile_number(i):
-        return item.first_tile + item.tiles - 1 - i
+    def half_tile(i):
+        return 2 * (item.first_tile + item.tiles - 1 - i) + half
 
     def pages_of(i):
-        return parts.pages_of_tile(refs.table.at[item.row], tile_number(i), page_range, **sizes)
+        return parts.pages_of_tile(refs.table.at[item.row], half_tile(i), page_range, **sizes)
 
-    def load(i, page_ids, pool, ring, full, free):
-        offset = parts.offset_in_page(tile_number(i), **sizes)
+    def load(i, page_ids):
+        next_page_ids = pages_of(i + 1)  # asked for early: the copies do not wait for them
+        offset = parts.offset_in_page(half_tile(i), **sizes)
         done = tiles_before + i
         slot = lax.rem(done, jnp.int32(s.tiles.stages))
         pl.when(done >= s.tiles.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         for j, page in enumerate(page_ids):
             source = pool.at[page, item.head, pl.ds(offset, copy_rows)]
-            target = ring.at[slot, pl.ds(j * copy_rows, copy_rows)]
-            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+            place = half * rows + j * copy_rows
+            plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(place, copy_rows)], full.at[slot])
+        return next_page_ids
 
-    def load_keys(i, page_ids):
-        load(i, page_ids, refs.k_pages, smem.k, smem.k_full, smem.k_free)
-
-    def load_values_and_next_keys(i, carry):
-        page_ids, next_page_ids = carry
-        ids_after = pages_of(i + 2)  # asked for early: the copies do not wait for them
-        # in the order of need, which is also that in which the slots come free
-        pl.when(i + 1 < item.tiles)(lambda: load_keys(i + 1, next_page_ids))
-        load(i, page_ids, refs.v_pages, smem.v, smem.v_full, smem.v_free)
-        return next_page_ids, ids_after
-
-    page_ids = pages_of(0)
-    load_keys(0, page_ids)
-    lax.fori_loop(0, item.tiles, load_values_and_next_keys, (page_ids, pages_of(1)))
+    lax.fori_loop(0, item.tiles, load, pages_of(0))

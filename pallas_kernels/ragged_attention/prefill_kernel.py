@@ -2,16 +2,16 @@
 
 A work item is a run of a row's query tokens with one KV head: the heads of the group are packed
 into the rows of a tile, token after token, so that a tile is full even where chunks are short. Two
-warpgroups compute 64 such rows each and share the tiles of K and V that a third one loads. They
-take turns on the tensor cores: while one multiplies, the other takes exponents; and inside a
-warpgroup the logits of a tile are multiplied together with the values of the tile before.
+warpgroups compute 64 such rows each and share the tiles of K and V that a third one loads. While
+one multiplies, the other takes exponents: they fall into step by themselves, and making them take
+turns costs time. Inside a warpgroup the logits of a tile are multiplied together with the values of
+the tile before, and the exponents are taken meanwhile.
 
 The plan, made on the device, orders the items by cost and deals them out to persistent programs.
 Every other program works from its cheap items to its dear ones, so that decodes, which wait for
 memory, run beside chunks, which wait for the tensor cores.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,61 +33,53 @@ from pallas_kernels.ragged_attention.mixed_plan import (
 from pallas_kernels.spec import AttentionSpec
 
 
-@dataclass(frozen=True)
-class _Turns:
-    """A computing warpgroup's view: which one it is, and its turn on the tensor cores."""
-
-    warpgroup: jax.Array
-    smem: MixedScratch
-    alone: bool
-
-    def take(self) -> None:
-        if not self.alone:
-            plgpu.barrier_wait(self.smem.turn.at[self.warpgroup])
-
-    def give(self) -> None:
-        if not self.alone:
-            plgpu.barrier_arrive(self.smem.turn.at[1 - self.warpgroup])
-
-
 def _mask(
     static: MixedStatic, item: Item, warpgroup: jax.Array, tile: jax.Array, logits: jax.Array
 ):
     """Hide what a row's token must not see. Row r holds token r // group of the warpgroup."""
-    s, group = static, static.group
+    s = static
     start = tile * s.tiles.block_kv
-    place, row = parts.iota(logits.shape, 1), parts.iota(logits.shape, 0)
-    ahead = start - item.position - warpgroup * s.warpgroup_tokens
-    # x <= r // group is x * group <= r: no division
-    visible = ((place + ahead) * group <= row) & (place < item.kv_len - start)
+    token = warpgroup * s.warpgroup_tokens + lax.div(parts.row_iota(), jnp.int32(s.group))
+    end = token + (item.position + 1 - start)
+    place = parts.iota(logits.shape, 1)
+
+    def across(limit):
+        return parts.across_columns(limit, logits.shape[1])
+
+    in_row = jnp.minimum(end, item.kv_len - start)
+    logits = jnp.where(place < across(in_row), logits, parts.HIDDEN)
     if s.spec.window is not None:
-        visible &= (place + (ahead + s.spec.window)) * group > row
-    return jnp.where(visible, logits, parts.MASKED)
+        logits = jnp.where(place >= across(end - s.spec.window), logits, parts.HIDDEN)
+    return logits
 
 
 def _first_tile(
-    static: MixedStatic, smem: MixedScratch, turns: _Turns, item: Item, done: jax.Array, softmax
+    static: MixedStatic,
+    smem: MixedScratch,
+    warpgroup: jax.Array,
+    item: Item,
+    done: jax.Array,
+    softmax,
 ):
     """The last tile's logits, before there are values to add."""
     s, slot = static, lax.rem(done, jnp.int32(static.tiles.stages))
+    acc, peak, mass = softmax
     plgpu.barrier_wait(smem.k_full.at[slot])
-    turns.take()
 
     def products(logits_ref):
-        query = smem.q_tiled.at[turns.warpgroup]
+        query = smem.q_tiled.at[warpgroup]
         plgpu.wgmma(logits_ref, query, smem.k.at[slot].transpose((1, 0)))
-        turns.give()
         return logits_ref[...]
 
     shape = (parts.WARPGROUP_ROWS, s.tiles.block_kv)
-    logits = parts.log2_weights(
-        pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)), s.spec
-    )
+    found = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     plgpu.barrier_arrive(smem.k_free.at[slot])
-    logits = _mask(s, item, turns.warpgroup, item.first_tile + item.tiles - 1, logits)
-    softmax, weights = parts.shrink_softmax(softmax, logits)
+    logits, unit = parts.raw_logits(found, s.spec)
+    logits = _mask(s, item, warpgroup, item.first_tile + item.tiles - 1, logits)
+    peak, shrink, weights = parts.weigh(logits, unit, peak)
+    mass = parts.add_mass(mass, shrink, weights)
     _await_key(s, smem, item, done, jnp.int32(1))
-    return softmax, weights.astype(s.dtype)
+    return (acc, peak, mass), weights.astype(s.dtype)
 
 
 def _await_key(
@@ -101,7 +93,7 @@ def _await_key(
 def _next_tile(
     static: MixedStatic,
     smem: MixedScratch,
-    turns: _Turns,
+    warpgroup: jax.Array,
     item: Item,
     done: jax.Array,
     i: jax.Array,
@@ -117,32 +109,25 @@ def _next_tile(
     plgpu.barrier_wait(smem.v_full.at[v_slot])
     if masked:
         _zero_unseen(s, smem.v.at[v_slot], item, tile + 1)
-    turns.take()
 
     def products(logits_ref, acc_ref):
         acc_ref[...] = acc
-        query = smem.q_tiled.at[turns.warpgroup]
+        query = smem.q_tiled.at[warpgroup]
         plgpu.wgmma(logits_ref, query, smem.k.at[k_slot].transpose((1, 0)))
         plgpu.wgmma(acc_ref, weights, smem.v.at[v_slot])
-        turns.give()
         logits = plgpu.wgmma_accumulator_load(logits_ref, wait_n=1)
         plgpu.barrier_arrive(smem.k_free.at[k_slot])
-        logits = parts.log2_weights(logits, s.spec)
+        logits, unit = parts.raw_logits(logits, s.spec)
         if masked:
-            logits = _mask(s, item, turns.warpgroup, tile, logits)
-        new_peak = jnp.maximum(peak, logits.max(axis=1))
-        shrink = jnp.exp2(peak - new_peak)
-        new_weights = jnp.exp2(logits - parts.across_columns(new_peak, logits.shape[1]))
-        new_mass = mass * shrink + new_weights.sum(axis=1)
-        if s.tiles.early_exponents:
-            # Take the exponents while the values are multiplied: the wait here, with its branch,
-            # keeps the compiler from moving them behind the multiplication's end.
-            done_early = lax.optimization_barrier((new_mass, new_weights, shrink))
-            new_mass, new_weights, shrink = done_early
-            _await_key(s, smem, item, done, i + 1)
+            logits = _mask(s, item, warpgroup, tile, logits)
+        new_peak, shrink, new_weights = parts.weigh(logits, unit, peak)
+        new_mass = parts.add_mass(mass, shrink, new_weights)
+        # Take the exponents while the values are multiplied: the wait here, with its branch, keeps
+        # the compiler from moving them behind the multiplication's end.
+        done_early = lax.optimization_barrier((new_mass, new_weights, shrink))
+        new_mass, new_weights, shrink = done_early
+        _await_key(s, smem, item, done, i + 1)
         new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-        if not s.tiles.early_exponents:
-            _await_key(s, smem, item, done, i + 1)
         plgpu.barrier_arrive(smem.v_free.at[v_slot])
         new_acc = new_acc * parts.across_columns(shrink, s.head_dim)
         return (new_acc, new_peak, new_mass), new_weights.astype(s.dtype)
@@ -166,26 +151,30 @@ def _zero_unseen(static: MixedStatic, values: Any, item: Item, tile: jax.Array) 
 
 
 def _attend(
-    static: MixedStatic, refs: MixedRefs, smem: MixedScratch, turns: _Turns, item: Item, done
+    static: MixedStatic, refs: MixedRefs, smem: MixedScratch, warpgroup: jax.Array, item: Item, done
 ):
     """One warpgroup's rows of an item, from the last tile to the first."""
-    s, me = static, turns.warpgroup
+    s, me = static, warpgroup
     plgpu.barrier_wait(smem.q_full.at[me])
     query = plgpu.load(smem.q.at[me], layout=plgpu.Layout.WGMMA, optimized=False)
     smem.q_tiled.at[me][...] = query
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.q_free.at[me])
-    softmax = parts.empty_softmax(s.head_dim)
+    acc, peak, _ = parts.empty_softmax(s.head_dim)
+    first_mass = 0.0
     if s.has_sinks:
-        sinks = plgpu.load(refs.sinks.at[item.head], layout=parts.ROWS, optimized=False)
-        softmax = softmax[0], sinks, parts.filled_rows(1.0)
-    carry = _first_tile(s, smem, turns, item, done, softmax)
+        peak = plgpu.load(refs.sinks.at[item.head], layout=parts.ROWS, optimized=False)
+        first_mass = 1 / parts.MASS_COLUMNS
+    mass = parts.filled(first_mass, parts.MASS_COLUMNS)
+    carry = _first_tile(s, smem, warpgroup, item, done, (acc, peak, mass))
 
     def step(masked):
-        return lambda i, carry: _next_tile(s, smem, turns, item, done, i, carry, masked=masked)
+        return lambda i, carry: _next_tile(s, smem, warpgroup, item, done, i, carry, masked=masked)
 
-    # the tile after the first is masked too, for V's sake: the first's values are added beside it
-    masked_end = jnp.minimum(jnp.maximum(item.masked, 2), item.tiles)
+    # where the last tile has values of no token, step 1, which adds them, is a masked one too
+    ragged = (item.first_tile + item.tiles) * s.tiles.block_kv > item.kv_len
+    ragged |= s.spec.window is not None
+    masked_end = jnp.minimum(jnp.maximum(item.masked, jnp.where(ragged, 2, 1)), item.tiles)
     carry = lax.fori_loop(1, masked_end, step(True), carry)
     carry = lax.fori_loop(masked_end, item.tiles, step(False), carry)
     (acc, _, mass), weights = carry
@@ -195,6 +184,7 @@ def _attend(
     acc = parts.add_products(acc, (weights, smem.v.at[slot]))
     plgpu.barrier_arrive(smem.v_free.at[slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    mass = mass.sum(axis=1)
     smem.out.at[me][...] = (acc * parts.across_columns(1.0 / mass, s.head_dim)).astype(s.dtype)
     plgpu.commit_smem()
     _store(s, refs, smem, me, item)
@@ -225,14 +215,12 @@ def _store(
             plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(token + first, size), item.head, 0])
 
 
-def _pass_tiles(static: MixedStatic, smem: MixedScratch, turns: _Turns, item: Item, done) -> None:
+def _pass_tiles(static: MixedStatic, smem: MixedScratch, item: Item, done: jax.Array) -> None:
     """A warpgroup without rows in the item only lets the tiles pass."""
 
     def pass_tile(i, _):
         slot = lax.rem(done + i, jnp.int32(static.tiles.stages))
         plgpu.barrier_wait(smem.k_full.at[slot])
-        turns.take()
-        turns.give()
         plgpu.barrier_arrive(smem.k_free.at[slot])
         plgpu.barrier_wait(smem.v_full.at[slot])
         plgpu.barrier_arrive(smem.v_free.at[slot])
@@ -244,14 +232,12 @@ def _compute(
     static: MixedStatic, refs: MixedRefs, smem: MixedScratch, warpgroup: jax.Array
 ) -> None:
     s = static
-    turns = _Turns(warpgroup, smem, alone=s.tiles.warpgroups == 1)
     _zero_padding(s, refs, smem, warpgroup)
-    pl.when(warpgroup == s.tiles.warpgroups - 1)(turns.give)  # warpgroup 0 begins
 
     def visit(item, done):
         has_rows = item.tokens > warpgroup * s.warpgroup_tokens
-        pl.when(has_rows)(lambda: _attend(s, refs, smem, turns, item, done))
-        pl.when(~has_rows)(lambda: _pass_tiles(s, smem, turns, item, done))
+        pl.when(has_rows)(lambda: _attend(s, refs, smem, warpgroup, item, done))
+        pl.when(~has_rows)(lambda: _pass_tiles(s, smem, item, done))
         return done + item.tiles
 
     for_each_item(s, refs, visit, jnp.int32(0))
@@ -283,14 +269,14 @@ def _zero_padding(
 def _scratch_types(static: MixedStatic) -> list[Any]:
     s, t = static, static.tiles
     tiled = parts.tiled(s.head_dim)
-    copies, _ = parts.copies_of_tile(t.block_kv, s.page_size)
+    copies, _ = parts.copies_of_tile(t.block_kv // 2, s.page_size)
     rows, ring = (
         (t.warpgroups, parts.WARPGROUP_ROWS, s.head_dim),
         (t.stages, t.block_kv, s.head_dim),
     )
-    full = plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages)
+    full = plgpu.Barrier(num_arrivals=2 * copies, num_barriers=t.stages)
     free = plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages)
-    each = plgpu.Barrier(num_barriers=t.warpgroups)
+    query_free = plgpu.Barrier(num_barriers=t.warpgroups)
     query_copies = 1 if s.group == 1 else s.warpgroup_tokens
     query = plgpu.Barrier(num_arrivals=query_copies, num_barriers=t.warpgroups)
     return [
@@ -299,7 +285,7 @@ def _scratch_types(static: MixedStatic) -> list[Any]:
         plgpu.SMEM(ring, s.dtype, transforms=tiled),
         plgpu.SMEM(ring, s.dtype, transforms=tiled),
         plgpu.SMEM(rows, s.dtype),
-        *(query, each, full, free, full, free, each),
+        *(query, query_free, full, free, full, free),
     ]
 
 

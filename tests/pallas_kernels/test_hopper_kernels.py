@@ -13,6 +13,7 @@ import pytest
 
 from jaxpaged.bench import kernels
 from pallas_kernels import tuning
+from pallas_kernels.ragged_attention import kernel_parts as parts
 from pallas_kernels.ragged_attention.decode_kernel import decode_attention
 from pallas_kernels.ragged_attention.decode_plan import MERGE_COST_TILES, plan_decode
 from pallas_kernels.ragged_attention.mixed_plan import MixedStatic, plan_mixed
@@ -183,6 +184,15 @@ def test_the_mixed_plan_orders_every_run_of_tokens_by_cost():
     ]
     costs = [-(-end // static.tiles.block_kv) for end in ends]
     assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize("unit", [0.18, 40.0])
+def test_a_row_that_sees_nothing_of_its_first_tile_gathers_no_weight(unit):
+    logits = jnp.stack([jnp.full(16, parts.HIDDEN), jnp.arange(16.0).at[3].set(parts.HIDDEN)])
+    peak, shrink, weights = parts.weigh(logits, unit, jnp.full(2, parts.MASKED))
+    assert (peak[0], shrink[0]) == (parts.MASKED, 1.0)
+    assert not weights[0].any()
+    assert (weights[1, 15], weights[1, 3], peak[1]) == (1.0, 0.0, jnp.float32(15 * unit))
 
 
 @pytest.mark.gpu
