@@ -135,7 +135,8 @@ def _store_part(
 
 def _compute(static: DecodeStatic, refs: Any, smem: Any, worker: jax.Array) -> None:
     s = static
-    smem.q.at[smem.pair][...] = jnp.zeros(smem.q.shape[1:], s.dtype)  # only part_rows are loaded
+    zeros = parts.filled(0.0, s.head_dim).astype(s.dtype)
+    smem.q.at[smem.pair][...] = zeros  # only part_rows are loaded
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.q_free.at[smem.pair])
     _zero_padding_rows(s, refs, smem, worker)
@@ -189,7 +190,7 @@ def _store_head(
 
 
 def _zero_padding_rows(static: DecodeStatic, refs: Any, smem: Any, worker: jax.Array) -> None:
-    smem.out.at[smem.pair][...] = jnp.zeros(smem.out.shape[1:], static.dtype)
+    smem.out.at[smem.pair][...] = parts.filled(0.0, static.head_dim).astype(static.dtype)
     plgpu.commit_smem()
 
     def visit(i, _):

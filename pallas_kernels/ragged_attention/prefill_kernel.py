@@ -106,14 +106,16 @@ def _next_tile(
     (acc, peak, mass), weights = carry
     k_slot, v_slot = lax.rem(done + i, stages), lax.rem(done + i - 1, stages)
     tile = item.first_tile + item.tiles - 1 - i
-    plgpu.barrier_wait(smem.v_full.at[v_slot])
     if masked:
+        plgpu.barrier_wait(smem.v_full.at[v_slot])
         _zero_unseen(s, smem.v.at[v_slot], item, tile + 1)
 
     def products(logits_ref, acc_ref):
         acc_ref[...] = acc
         query = smem.q_tiled.at[warpgroup]
         plgpu.wgmma(logits_ref, query, smem.k.at[k_slot].transpose((1, 0)))
+        if not masked:
+            plgpu.barrier_wait(smem.v_full.at[v_slot])
         plgpu.wgmma(acc_ref, weights, smem.v.at[v_slot])
         logits = plgpu.wgmma_accumulator_load(logits_ref, wait_n=1)
         plgpu.barrier_arrive(smem.k_free.at[k_slot])
@@ -356,10 +358,10 @@ def _run_warpgroup(static: MixedStatic, arrays: tuple[Any, ...], smem: MixedScra
 
     @pl.when(warpgroup < static.tiles.warpgroups)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         _compute(static, refs, smem, warpgroup)
 
     @pl.when(warpgroup == static.tiles.warpgroups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         load_mixed(static, refs, smem)
