@@ -216,7 +216,7 @@ class Scheduler:
                 continue  # preempted a moment ago, to make room for one before it
             if not (is_plain and self._steady.add_row(draft, seq)):
                 self._plan_running_one(seq, seq.num_computed_tokens, draft)
-        if is_plain:
+        if is_plain and chosen is draft.order:  # where stages take turns, none comes again next
             self._steady.learn(draft.rows, num_rows, others)
 
     def _plan_running_one(self, seq: Sequence, start: int, draft: PlanDraft) -> None:
