@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxpaged.config.flags import (
@@ -76,6 +76,7 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
     from jaxpaged.engine import advice, capacity, factory, memory  # bring JAX, which takes seconds
     from jaxpaged.engine.compiled_memory import compiled_workspace
     from jaxpaged.engine.pooling.memory import planned_bytes
+    from jaxpaged.engine.swapping import swap_limits
     from jaxpaged.sharding import planned_placement
 
     gpu, num_devices = args.gpu, config.parallel.num_devices
@@ -106,27 +107,40 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
     compiled = None
     if args.compile or (plan.fits and num_devices == 1 and not (gpu or device.is_cpu)):
         compiled = compiled_workspace(files, plan, dtype, config.scheduler.speculation)
+    num_host_pages = swap_limits(config, plan)["num_host_pages"]
     verdict = "fits" if plan.fits else f"does not fit: {advice.refusal(plan, replan, config)}"
-    write = sys.stdout.write
     if args.json:
         numbers = _numbers(plan, dtype.name, config, verdict)
         numbers |= {"embedding_bytes": embedding_bytes, "compiled_workspace_bytes": compiled}
-        write(json.dumps(numbers) + "\n")
+        lines = [json.dumps(numbers | {"num_host_blocks": num_host_pages})]
     else:
         each = f", each of {num_devices} devices" if num_devices > 1 else ""
-        write(f"{files.path.name}, {dtype.name}{each}\n")
-        write("".join(f"{line}\n" for line in (plan.lines() if plan.fits else plan.lines()[:-3])))
-        if compiled is not None:
-            write(f"compiled           {capacity.gib(compiled)} of workspace in the largest step\n")
-        if embedding_bytes:
-            write(f"embedding model    {capacity.gib(embedding_bytes)} of the device beside this\n")
-        if (replicas := config.parallel.data_parallel_size) > 1:
-            write(
-                f"replicas           {replicas} like this on {replicas * num_devices} devices, "
-                f"each with a whole model; {replicas * plan.max_num_seqs} sequences run at most\n"
-            )
-        write(f"verdict            {verdict}\n")
+        lines = [f"{files.path.name}, {dtype.name}{each}"]
+        lines += plan.lines() if plan.fits else plan.lines()[:-3]
+        lines += _lines_beside(plan, config, num_host_pages, embedding_bytes, compiled)
+        lines.append(f"verdict            {verdict}")
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return FITS if plan.fits else DOES_NOT_FIT
+
+
+def _lines_beside(
+    plan: Any, config: EngineConfig, host_pages: int, embedding: int, compiled: int | None
+) -> Iterator[str]:
+    """What there is beside one device's own plan; bytes but for the pages."""
+    from jaxpaged.engine.capacity import gib
+
+    if compiled is not None:
+        yield f"compiled           {gib(compiled)} of workspace in the largest step"
+    if host_pages:
+        yield f"host pages         {host_pages} in {config.cache.swap_space:g} GiB"
+    if embedding:
+        yield f"embedding model    {gib(embedding)} of the device beside this"
+    if (replicas := config.parallel.data_parallel_size) > 1:
+        num_devices = replicas * config.parallel.num_devices
+        yield (
+            f"replicas           {replicas} like this on {num_devices} devices, "
+            f"each with a whole model; {replicas * plan.max_num_seqs} sequences run at most"
+        )
 
 
 def _numbers(plan: Any, dtype: str, config: EngineConfig, verdict: str) -> dict[str, Any]:

@@ -37,6 +37,11 @@ def test_what_does_not_fit_exits_with_one_and_says_what_helps(capsys):
     assert "does not fit: " in capsys.readouterr().out
 
 
+def test_pages_in_host_memory_are_told(capsys):
+    assert main([str(CONFIGS / "llama3-8b"), "--gpu", "H200", "--swap-space", "4"]) == 0
+    assert "host pages         2048 in 4 GiB\n" in capsys.readouterr().out
+
+
 def test_two_devices_hold_half_each(capsys):
     command = [str(CONFIGS / "llama2-13b"), "--gpu", "H200", "--json", "--max-model-len", "auto"]
     command += ["--hf-overrides", '{"num_hidden_layers": 2}', "--max-num-batched-tokens", "65536"]
@@ -106,6 +111,7 @@ def test_the_largest_programs_are_compiled_on_the_device_here(tmp_path, capsys):
         (["--gpu", "H2OO"], "--gpu is 'H2OO', known are"),
         (["--gpu", "H200", "--max-model-len", "9000"], "over the 8192 positions"),
         (["--gpu", "H200", "-tp", "0"], "allowed are 1 to 64"),
+        (["--gpu", "H200", "--preemption-mode", "swap"], "raise --swap-space"),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line(flags, text, capsys):

@@ -86,10 +86,17 @@ def memory_explained(plan: MemoryPlan) -> Iterator[None]:
 def refusal(plan: MemoryPlan, replan: Replan, config: EngineConfig) -> ConfigError:
     """The one line for what does not fit: needed, free, and the flags that help, with values."""
     pages = f"{plan.least_pages} pages {gib(plan.least_pages * plan.page)}"
-    others = f"weights {gib(plan.weights)}, workspace {gib(plan.workspace)}, "
     return ConfigError(
-        f"{gib(plan.needed)} needed ({'' if plan.device.is_cpu else others}{pages}), "
+        f"{gib(plan.needed)} needed ({'' if plan.device.is_cpu else _others(plan) + ', '}{pages}), "
         f"{gib(plan.limit)} free on {plan.device.name}: {advice(plan, replan, config)}"
+    )
+
+
+def _others(plan: MemoryPlan) -> str:
+    """What a GPU's memory holds beside pages."""
+    return (
+        f"weights {gib(plan.weights)}, workspace {gib(plan.workspace + plan.slots)}, "
+        f"kept free {gib(plan.margin)}"
     )
 
 
@@ -116,7 +123,11 @@ def advice(plan: MemoryPlan, replan: Replan, config: EngineConfig) -> str:
         return f"this helps: {enough[0]}"
     if replan(changed).fits:
         return f"together these help: {', '.join(together)}"
-    return f"no flag is enough, the weights alone take {gib(plan.weights)}: take a smaller model"
+    least = f"the weights alone take {gib(plan.weights)}"
+    if plan.weights < plan.limit and not plan.device.is_cpu:
+        smallest = replan(changed)
+        least = f"the least is {gib(smallest.needed)} ({_others(smallest)})"
+    return f"no flag is enough, {least}: take a smaller model"
 
 
 def _pool_flag(plan: MemoryPlan, replan: Replan, config: EngineConfig) -> _Change:

@@ -126,10 +126,12 @@ def test_flags_that_help_only_together_are_told_as_such():
     plan_or_refuse(configured(*told), LLAMA3_8B, WEIGHTS, BF16, named_device("17.3"))
 
 
-def test_no_flag_is_told_where_the_weights_alone_are_too_large():
+def test_no_flag_is_told_where_none_is_enough_but_what_takes_the_memory():
     text = refused(device=named_device("A10"), weights=2 * WEIGHTS)
-    assert "no flag is enough" in text
+    assert "no flag is enough, the weights alone take 29.92 GiB" in text
     assert "--" not in text
+    text = refused(device=named_device("17"))  # weights would fit
+    assert "no flag is enough, the least is 16.57 GiB (weights 14.96 GiB, workspace 0.90" in text
 
 
 def test_running_out_all_the_same_names_smaller_sizes():
