@@ -1,6 +1,7 @@
 """A process that lowers programs for another one: `python -m jaxpaged.engine.lowering_child`."""
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from jaxpaged.engine.program_source import ProgramSource
 
 def main() -> None:
     """Read the setup, then answer names with exports until the input ends."""
+    gc.disable()  # costs a fifth of the lowering, and this process lasts a minute
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the answers
     setup = json.loads(requests.readline())
