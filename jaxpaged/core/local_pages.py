@@ -112,6 +112,10 @@ class LocalPages:
         self.hold(seq.page_ids[first:])
         return max(first - len(seq.page_ids), 0)
 
+    def is_behind(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence whose next token is at `num_tokens` holds what it sees no longer."""
+        return self.first_needed(num_tokens) > seq.first_local_page
+
     def move_on(self, seq: Sequence, num_tokens: int) -> None:
         """Let go of what a sequence whose next token is at `num_tokens` sees no longer."""
         first = self.first_needed(num_tokens)

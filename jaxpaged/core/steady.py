@@ -78,6 +78,7 @@ class SteadyRows:
             or seq.needs_read_tokens
             or seq.slot is None
             or draft.num_tokens >= draft.plain_cap
+            or (self._local is not None and self._local.is_behind(seq, start))
         ):
             return False
         rows.seqs.append(seq)
