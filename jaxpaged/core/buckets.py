@@ -18,7 +18,7 @@ type _Sizes = tuple[int, ...]
 
 # on a GPU each forward program takes 11 s of a core to compile; up to 64 rows a decode step takes
 # about the same time, and up to 192 tokens a mixed one
-_GPU_SEQS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_GPU_SEQS = (1, 8, 32, 64, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 _GPU_TOKENS = (
     *(64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536),
     *(2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384),
@@ -174,7 +174,7 @@ def default_ladder(
 ) -> BucketLadder:
     """Sizes for a platform: on a CPU few, on a GPU padding is 5 to 10 % of a mixed step's tokens.
 
-    At a GPU's default limits there are 30 forward programs and 15 small sampling programs.
+    At a GPU's default limits there are 32 forward programs and 19 small sampling programs.
 
     Args:
         batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.

@@ -86,8 +86,8 @@ def test_an_unknown_platform_is_refused():
 @pytest.mark.parametrize(
     ("platform", "max_num_seqs", "max_tokens", "most", "most_samplers"),
     [
-        ("gpu", 256, 8192, 30, 15),
-        ("gpu", 256, 16384, 32, 15),
+        ("gpu", 256, 8192, 32, 19),
+        ("gpu", 256, 16384, 34, 19),
         ("gpu", 64, 2048, 22, 9),
         ("cpu", 8, 256, 10, 20),
     ],
