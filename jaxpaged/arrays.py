@@ -61,7 +61,7 @@ class SamplingBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LogitEdits:
-    """What the `full` sampler changes in the logits before it picks."""
+    """What the `full` sampler changes in the logits; `masked` has only bans and biases."""
 
     presence_penalty: Float[Array, " seqs"]
     frequency_penalty: Float[Array, " seqs"]

@@ -97,6 +97,8 @@ class BatchBuilder:
         if bucket.sampler != "greedy":
             self._fill_sampling(views, slots, places)
         if bucket.sampler in ("full", "scored"):
+            self._fill_penalties(views, rows, slots)
+        if bucket.sampler in ("masked", "full", "scored"):
             self._fill_edits(views, rows, slots)
         if bucket.sampler == "scored":
             _fill_targets(views["targets"], rows)
@@ -246,7 +248,7 @@ class BatchBuilder:
         views["top_p"][num:] = 1.0
         views["position"][:num] = positions
 
-    def _fill_edits(self, views: Views, rows: RowColumns, slots: np.ndarray) -> None:
+    def _fill_penalties(self, views: Views, rows: RowColumns, slots: np.ndarray) -> None:
         num = len(rows)
         for name, values in self._edit_fields.items():
             views[name][:num] = values[slots]
@@ -255,9 +257,14 @@ class BatchBuilder:
         views["told_ids"][:, 0] = -1
         edited: list[int] = np.flatnonzero(self._is_edited[slots]).tolist()
         for i in edited:
-            told, edits = rows.seqs[i].request.params.logprob_token_ids, self._edits[rows.slots[i]]
+            told = rows.seqs[i].request.params.logprob_token_ids
             if told is not None:
                 views["told_ids"][i, : len(told)] = told
+
+    def _fill_edits(self, views: Views, rows: RowColumns, slots: np.ndarray) -> None:
+        edited: list[int] = np.flatnonzero(self._is_edited[slots]).tolist()
+        for i in edited:
+            edits = self._edits[rows.slots[i]]
             if edits is None or not rows.samples[i]:
                 continue
             position = rows.starts[i] + rows.q_lens[i]

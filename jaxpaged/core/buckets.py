@@ -10,7 +10,7 @@ from jaxpaged.core.plan import StepPlan
 from jaxpaged.errors import ConfigError, InvariantError
 
 type StepKind = Literal["decode", "mixed", "draft"]
-type SamplerKind = Literal["greedy", "sampled", "full", "scored"]
+type SamplerKind = Literal["greedy", "sampled", "masked", "full", "scored"]
 
 MAX_SCORED_TOKENS = 256  # of a step that scores a prompt: each has a row of logits
 
@@ -27,12 +27,13 @@ _CPU_SEQS, _CPU_TOKENS = (1, 2, 4, 8), (16, 64, 256)
 # rows of a decode step, tokens of a mixed one, and samplers
 _SIZES: dict[str, tuple[_Sizes, _Sizes, tuple[SamplerKind, ...]]] = {
     "cpu": (_CPU_SEQS, _CPU_TOKENS, ("greedy", "full")),
-    "gpu": (_GPU_SEQS, _GPU_TOKENS, ("greedy", "sampled", "full")),
+    "gpu": (_GPU_SEQS, _GPU_TOKENS, ("greedy", "sampled", "masked", "full")),
 }
 _TOKENS_OF_FEW = (128, 256, 512)  # on a GPU: a short prompt alone need not sample for all rows
 _FEW_SEQS = 8
 _DRAFT_TOKENS = (8, 16, 32, 64, 128)
-# rows of several decode steps in one program: of a small model, to which more rows cost little
+# rows of several decode steps in one program, of a small model, to which more rows cost little;
+# and of decode steps with their own sampler for bans and biases
 _CHAINED_SEQS = (1, 8, 32, 64, 128, 256, 512, 1024)
 # tokens of a step that scores a prompt
 _SCORED: dict[str, _Sizes] = {"cpu": (64, MAX_SCORED_TOKENS), "gpu": (MAX_SCORED_TOKENS,)}
@@ -40,6 +41,7 @@ _SCORED: dict[str, _Sizes] = {"cpu": (64, MAX_SCORED_TOKENS), "gpu": (MAX_SCORED
 _STAND_INS: dict[SamplerKind, tuple[SamplerKind, ...]] = {
     "greedy": ("greedy", "sampled", "full"),
     "sampled": ("sampled", "full"),
+    "masked": ("masked", "full"),
     "full": ("full",),
     "scored": ("scored",),
 }
@@ -49,6 +51,7 @@ _STAND_INS: dict[SamplerKind, tuple[SamplerKind, ...]] = {
 class Bucket:
     """One padded size of a ragged batch.
 
+    `masked` takes bans and biases, `full` all that a request may ask for its next token, and
     `scored` is `full` with the logits of every token (prompt logprobs): `num_tokens` stays small.
     A `draft` step samples at every token of its decodes and drafts.
     """
@@ -93,7 +96,8 @@ class Bucket:
         return f"sample {self.sampler} {self.num_samples} {self.num_logits}"
 
 
-_SAMPLERS: tuple[SamplerKind, ...] = ("greedy", "sampled", "full")  # by `Sequence.sampler_level`
+# by `Sequence.sampler_level`
+_SAMPLERS: tuple[SamplerKind, ...] = ("greedy", "sampled", "masked", "full")
 
 
 class BucketLadder:
@@ -104,7 +108,8 @@ class BucketLadder:
         decodes = [bucket for bucket in self._buckets if bucket.kind == "decode"]
         rows = {bucket.num_seqs for bucket in decodes}
         chained = rows.intersection(_CHAINED_SEQS) | {max(rows, default=0)}
-        self._chained = tuple([bucket for bucket in decodes if bucket.num_seqs in chained])
+        chains = [bucket for bucket in decodes if bucket.num_seqs in chained]
+        self._chained = tuple([bucket for bucket in chains if bucket.sampler != "masked"])
         self._steps: dict[tuple[StepKind, SamplerKind], list[tuple[int, int, Bucket]]] = {}
         for bucket in self._buckets:
             step = (bucket.num_tokens, bucket.num_seqs, bucket)
@@ -122,8 +127,9 @@ class BucketLadder:
         """The smallest of `chained_buckets` that holds the rows of a decode step's bucket."""
         return next(
             one
+            for name in _STAND_INS[bucket.sampler]
             for one in self._chained
-            if one.sampler == bucket.sampler and one.num_seqs >= bucket.num_seqs
+            if one.sampler == name and one.num_seqs >= bucket.num_seqs
         )
 
     def choose(self, plan: StepPlan) -> Bucket:
@@ -154,13 +160,13 @@ def sampler_of(plan: StepPlan) -> SamplerKind:
     """The least that a step's sampler must be able to do."""
     rows = plan.columns
     levels = [seq.sampler_level for seq in rows.seqs]
-    if max(levels, default=0) <= 2:
+    if max(levels, default=0) < len(_SAMPLERS):
         return _SAMPLERS[max(compress(levels, rows.samples), default=0)]
     if plan.wants_prompt_logprobs:
         return "scored"
     params = [seq.request.params for seq in compress(rows.seqs, rows.samples)]
     if any([p.needs_edits for p in params]):
-        return "full"
+        return "full" if any([p.needs_full_sampler for p in params]) else "masked"
     return "sampled" if any([p.temperature for p in params]) else "greedy"
 
 
@@ -174,7 +180,7 @@ def default_ladder(
 ) -> BucketLadder:
     """Sizes for a platform: on a CPU few, on a GPU padding is 5 to 10 % of a mixed step's tokens.
 
-    At a GPU's default limits there are 32 forward programs and 19 small sampling programs.
+    At a GPU's default limits there are 32 forward programs and 26 small sampling programs.
 
     Args:
         batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.
@@ -189,7 +195,8 @@ def default_ladder(
     few = set(tokens).intersection(_TOKENS_OF_FEW) if platform == "gpu" else ()
     buckets: list[Bucket] = []
     for name in samplers:
-        buckets += [Bucket("decode", name, n, n) for n in seqs]
+        rows = seqs if name != "masked" else [n for n in seqs if n in _CHAINED_SEQS]
+        buckets += [Bucket("decode", name, n, n) for n in rows]
         buckets += [Bucket("mixed", name, n, min(n, max_num_seqs)) for n in tokens]
         buckets += [Bucket("mixed", name, n, min(_FEW_SEQS, max_num_seqs)) for n in few]
     if speculation is not None:

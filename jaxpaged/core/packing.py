@@ -169,14 +169,18 @@ def _sample_shapes(bucket: Bucket, vocab: int) -> list[_Shape]:
     if bucket.sampler == "sampled":
         return shapes
     shapes += [
-        _shape("presence_penalty", "float32", seqs),
-        _shape("frequency_penalty", "float32", seqs),
-        _shape("repetition_penalty", "float32", seqs),
-        _shape("counts_row", "bool", seqs),
         _shape("bias_ids", "int32", seqs, MAX_BIASES),
         _shape("bias_values", "float32", seqs, MAX_BIASES),
         # bans and not permissions: of what is not used all is 0, as in a fresh buffer
         _shape("banned", "uint32", seqs, -(-vocab // 32)),
+    ]
+    if bucket.sampler == "masked":
+        return shapes
+    shapes += [
+        _shape("presence_penalty", "float32", seqs),
+        _shape("frequency_penalty", "float32", seqs),
+        _shape("repetition_penalty", "float32", seqs),
+        _shape("counts_row", "bool", seqs),
         _shape("processors", "int32", seqs),
         _shape("told_ids", "int32", seqs, MAX_LOGPROBS),  # -1 first: the likeliest are told
     ]

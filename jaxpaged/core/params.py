@@ -168,14 +168,18 @@ class SamplingParams:
         )
 
     @cached_property
+    def needs_full_sampler(self) -> bool:
+        """Bans and biases are not enough."""
+        return self.has_penalties or bool(self.logits_processors) or self.logprobs is not None
+
+    @cached_property
     def needs_edits(self) -> bool:
-        """The row must go through the `full` sampler (stop ids count: min_tokens bans them)."""
+        """The row's logits are changed, or told (stop ids count: min_tokens bans them)."""
         return (
-            self.has_penalties
-            or bool(self.logit_bias or self.bad_words or self.logits_processors)
+            self.needs_full_sampler
+            or bool(self.logit_bias or self.bad_words)
             or self.allowed_token_ids is not None
             or self.min_tokens > 0
-            or self.logprobs is not None
             or self.structured_outputs is not None
             or self.reasoning is not None
         )

@@ -66,15 +66,17 @@ class Sequence:
     first_local_page: int = 0  # page from which on it holds local pages too, where there are any
     shared_hashes: list[bytes] = field(default_factory=list[bytes])  # under the salt of all
     needs_read_tokens: bool = field(init=False)  # its next step needs tokens that the host has read
-    sampler_level: int = field(init=False)  # 0 greedy, 1 random, 2 edits, 3 scores its prompt
+    sampler_level: int = field(init=False)  # greedy, random, masked, full, scores its prompt
     stop_ids: frozenset[int] = field(init=False)  # tokens that may end it
 
     def __post_init__(self):
         params = self.request.params
         self.needs_read_tokens = bool(self.request.banned_runs)
         self.sampler_level = 2 if params.needs_edits else int(bool(params.temperature))
-        if params.prompt_logprobs is not None:
+        if params.needs_full_sampler:
             self.sampler_level = 3
+        if params.prompt_logprobs is not None:
+            self.sampler_level = 4
         self.stop_ids = frozenset() if params.ignore_eos else self.request.eos_token_ids
         if params.stop_token_ids:
             self.stop_ids = self.stop_ids.union(params.stop_token_ids)

@@ -30,6 +30,7 @@ from jaxpaged.layers.sampling import (
     TOP_LOGPROBS,
     LogitsProcessor,
     as_logits,
+    ban_and_bias,
     edit_logits,
     filtered,
     log_total,
@@ -238,6 +239,9 @@ def _sample(
     sampling = SamplingBatch(**{name: fields[name] for name in SamplingBatch.__dataclass_fields__})
     if sampler == "sampled":
         return pick(logits, sampling), logits, state
+    if sampler == "masked":
+        edited = ban_and_bias(logits, fields["banned"], fields["bias_ids"], fields["bias_values"])
+        return pick(edited, sampling), edited, state
     edits = LogitEdits(**{name: fields[name] for name in LogitEdits.__dataclass_fields__})
     slots = fields["sample_slots"]
     counts = state.output_counts[slots]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int16, Int32
+from jaxtyping import Array, Bool, Float, Int16, Int32, UInt32
 
 from jaxpaged.arrays import LogitEdits, SamplingBatch, TopLogprobs
 from jaxpaged.layers.noise import gumbel_noise
@@ -81,6 +81,24 @@ def filtered(
     return filter_logits(logits, temperature, *filters, axis=split_axis())
 
 
+def ban_and_bias(
+    logits: Float[Array, "seqs vocab"],
+    banned: UInt32[Array, "seqs mask_words"],
+    bias_ids: Int32[Array, "seqs biases"],
+    bias_values: Float[Array, "seqs biases"],
+) -> Float[Array, "seqs vocab"]:
+    """The part of `edit_logits` that looks at nothing but the request; see `LogitEdits`."""
+    vocab = logits.shape[-1]
+    token = jnp.arange(vocab) + shard_index() * vocab
+    words = banned[:, token // 32]
+    allowed = (words >> (token % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1) == 0
+    logits = jnp.where(allowed, logits, -jnp.inf)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    bias_ids = local_ids(bias_ids, vocab)
+    bias_ids = jnp.where(bias_values == 0, vocab, bias_ids)  # unused ones: dropped
+    return logits.at[rows, bias_ids].add(bias_values, mode="drop")
+
+
 def edit_logits(
     logits: Float[Array, "seqs vocab"],
     counts: Int16[Array, "seqs vocab"],
@@ -89,16 +107,7 @@ def edit_logits(
     processors: tuple[LogitsProcessor, ...],
 ) -> Float[Array, "seqs vocab"]:
     """Apply masks, biases, penalties and processors; `counts` are rows of `output_counts`."""
-    vocab = logits.shape[-1]
-    token = jnp.arange(vocab) + shard_index() * vocab
-    words = edits.banned[:, token // 32]
-    allowed = (words >> (token % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1) == 0
-    logits = jnp.where(allowed, logits, -jnp.inf)
-    rows = jnp.arange(logits.shape[0])[:, None]
-    bias_ids = local_ids(edits.bias_ids, vocab)
-    bias_ids = jnp.where(edits.bias_values == 0, vocab, bias_ids)  # unused ones: dropped
-    logits = logits.at[rows, bias_ids].add(edits.bias_values, mode="drop")
-
+    logits = ban_and_bias(logits, edits.banned, edits.bias_ids, edits.bias_values)
     sampled = (counts >> 1).astype(jnp.int32)
     seen = counts > 0
     repetition = edits.repetition_penalty[:, None]

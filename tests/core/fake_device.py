@@ -197,11 +197,12 @@ class FakeDevice:
         assert (prefix >= 0).all(), "a row sees a place that was never written"
         slot = views["sample_slots"][i]
         bias, allowed, penalty = [], np.arange(VOCAB), 0.0
-        if sampler in ("full", "scored"):
+        if sampler in ("masked", "full", "scored"):
             used = views["bias_values"][i] != 0
             bias = list(zip(views["bias_ids"][i][used], views["bias_values"][i][used], strict=True))
             words = views["banned"][i].view(np.uint8)
             allowed = np.flatnonzero(~np.unpackbits(words, bitorder="little")[:VOCAB].astype(bool))
+        if sampler in ("full", "scored"):
             penalty = views["presence_penalty"][i]
         token = self.pick(prefix.tolist(), bias, allowed, penalty, self.sampled[slot])
         self.last_token_ids[slot] = token

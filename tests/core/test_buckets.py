@@ -11,6 +11,7 @@ from tests.core.fake_device import make_sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0)
+MASKED = SamplingParams(allowed_token_ids=[1, 2], min_tokens=1)
 FULL = SamplingParams(temperature=1.0, presence_penalty=1.0)
 SCORED = SamplingParams(temperature=0.0, prompt_logprobs=1)
 
@@ -57,11 +58,33 @@ def test_the_smallest_bucket_that_holds_the_plan_is_chosen(q_lens, bucket):
         ([GREEDY, GREEDY], "greedy"),
         ([GREEDY, SAMPLED], "full"),  # stands in for `sampled`, which this ladder lacks
         ([FULL, GREEDY], "full"),
+        ([MASKED, GREEDY], "full"),  # likewise
         ([GREEDY, SCORED], "scored"),
     ],
 )
 def test_the_row_that_asks_most_decides_the_sampler(params, sampler):
     assert LADDER.choose(plan_of([3, 2], params)).sampler == sampler
+
+
+@pytest.mark.parametrize(
+    ("params", "sampler"),
+    [
+        ([GREEDY, MASKED, SAMPLED], "masked"),
+        ([MASKED, FULL], "full"),
+        ([SamplingParams(temperature=0.0, bad_words=["a"])], "masked"),
+        ([SamplingParams(temperature=0.0, logprobs=1, min_tokens=1)], "full"),
+    ],
+)
+def test_on_a_gpu_bans_and_biases_have_a_sampler_of_their_own(params, sampler):
+    bucket = default_ladder("gpu", 8, 256).choose(plan_of([1, 1, 1], params))
+    assert (bucket.kind, bucket.sampler) == ("decode", sampler)
+
+
+def test_a_chain_of_masked_steps_takes_the_full_sampler():
+    ladder = default_ladder("gpu", 8, 256)
+    masked = ladder.choose(plan_of([1], [MASKED]))
+    assert ladder.chained(masked) == Bucket("decode", "full", 1, 1)
+    assert "masked" not in {bucket.sampler for bucket in ladder.chained_buckets()}
 
 
 def test_rows_that_sample_nothing_ask_for_no_sampler():
@@ -86,9 +109,9 @@ def test_an_unknown_platform_is_refused():
 @pytest.mark.parametrize(
     ("platform", "max_num_seqs", "max_tokens", "most", "most_samplers"),
     [
-        ("gpu", 256, 8192, 32, 19),
-        ("gpu", 256, 16384, 34, 19),
-        ("gpu", 64, 2048, 22, 9),
+        ("gpu", 256, 8192, 32, 26),
+        ("gpu", 256, 16384, 34, 26),
+        ("gpu", 64, 2048, 22, 12),
         ("cpu", 8, 256, 10, 20),
     ],
 )
@@ -145,7 +168,7 @@ def test_several_steps_a_program_come_in_few_sizes_that_hold_every_decode_step()
         one = ladder.chained(bucket)
         assert one in ladder.chained_buckets()
         assert one in decodes
-        assert one.sampler == bucket.sampler
+        assert one.sampler == ("full" if bucket.sampler == "masked" else bucket.sampler)
         assert one.num_seqs >= bucket.num_seqs
     assert len({one.num_seqs for one in ladder.chained_buckets()}) == 6
     assert {one.num_seqs for one in default_ladder("gpu", 5, 512).chained_buckets()} == {1, 5}
