@@ -197,11 +197,6 @@ class SchedulerSettings:
                 _check(name, getattr(self, name), 1, 2**24)
         if self.num_scheduler_steps is not None:
             _check("num_scheduler_steps", self.num_scheduler_steps, 1, 64)
-            if self.num_scheduler_steps > 1 and self.speculative_config:
-                raise ConfigError(
-                    f"num_scheduler_steps is {self.num_scheduler_steps} beside a "
-                    "speculative_config, whose guesses need every step's tokens: leave one out"
-                )
         _check("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 2**24)
         if self.priority_mode == "FAST_FIRST" and self.scheduling_policy not in ("fcfs", "sjf"):
             raise ConfigError(

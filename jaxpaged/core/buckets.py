@@ -73,8 +73,8 @@ class Bucket:
 
     @property
     def forward_samples(self) -> bool:
-        """Whether the forward program takes the largest logit of each row: greedy needs no more."""
-        return self.kind != "draft" and self.num_logits == self.num_seqs
+        """Whether the forward program takes the largest logits: greedy needs no more."""
+        return self.num_logits == self.num_samples
 
     @property
     def needs_sampling(self) -> bool:

@@ -87,9 +87,10 @@ class RecordedScheduler:
         self._file.flush()
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[int]:
-        self._write("commit", plan=self._plans.pop(id(plan)), sampled=sampled)
-        return self._scheduler.commit(plan, sampled)
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled], seconds: float = 0.0) -> list[int]:
+        number = self._plans.pop(id(plan))
+        self._write("commit", plan=number, sampled=sampled, seconds=seconds)
+        return self._scheduler.commit(plan, sampled, seconds)
 
     def _write(self, event: str, **fields: object) -> None:
         self._file.write(msgspec.json.encode({"event": event} | fields) + b"\n")
@@ -182,7 +183,8 @@ class _Player:
                 self.num_plans += 1
                 return plan_hash(plan) == event["hash"]
             case "commit":
-                self.scheduler.commit(self._plans.pop(event["plan"]), event["sampled"])
+                seconds = event.get("seconds", 0.0)
+                self.scheduler.commit(self._plans.pop(event["plan"]), event["sampled"], seconds)
             case other:
                 raise LookupError(f"unknown event {other!r}")
         return True

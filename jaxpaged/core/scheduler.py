@@ -66,6 +66,11 @@ class Scheduler:
         return sum([len(seq.token_ids) for seq in (*self._waiting, *self._forks)])
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether rows wait for their tokens, to be given guesses at the next ones."""
+        return self._speculator.is_drafting
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._forks.ready)
 
@@ -145,12 +150,13 @@ class Scheduler:
         moves = self.tier.take_moves() if draft.rows and self.tier.has_moves else ()
         return StepPlan(draft.rows, resets, draft.drafts, copies, moves, local_copies)
 
-    def commit(self, plan: StepPlan, sampled: Seq[Sampled]) -> list[int]:
+    def commit(self, plan: StepPlan, sampled: Seq[Sampled], seconds: float = 0.0) -> list[int]:
         """Take in what a step sampled, one entry a row; what a row samples too early is None.
 
         Returns the rows whose sequences got a token or finished. Rows of sequences that finished
-        meanwhile are ignored.
+        meanwhile are ignored. `seconds` are those since the step before was read, 0 if not known.
         """
+        self._speculator.committed(plan, seconds)
         if plan.drafts:
             return [self._settle(*done) for done in self._speculator.take_verified(plan, sampled)]
         page_size, finished, rows = self.pool.page_size, SeqState.FINISHED, plan.columns

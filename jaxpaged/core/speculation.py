@@ -10,30 +10,57 @@ from collections.abc import Sequence as Seq
 from functools import lru_cache
 
 BEGIN, GO_ON = 1.2, 1.05  # gain in tokens a second from which on drafting begins, or goes on
-# a step's time over a plain one's: a row with drafts waits until the host has read it, alone or
-# beside others that need not wait; and each further token
-ALONE, BESIDE_OTHERS, A_TOKEN = 1.5, 2.0, 0.01
+# time from one step of a row with drafts to its next, in steps that wait for nobody: the host must
+# have read it, where all rows wait, or beside others that need not; and each further token's
+ALL_WAIT, BESIDE_OTHERS, A_TOKEN = 1.5, 2.0, 0.01
+
+
+def draft_cost(wait: float, num_rows: int, num_guessed: int) -> float:
+    """From one step with drafts to the next, in plain steps one by one."""
+    return wait * (1 + A_TOKEN * num_guessed / (1 + A_TOKEN * num_rows))
 
 
 @lru_cache(maxsize=4096)
 def best_length(
-    rate: float, num_rows: int, most: int, limit: float, guess_cost: float = 0.0
-) -> int:
-    """The draft length with the most tokens a second, 0 where the gain is under `limit`.
+    rate: float, num_rows: int, most: int, limit: float, wait: float, guess_cost: float = 0.0
+) -> tuple[int, float]:
+    """The draft length with the most tokens a second, and how many a plain step; 0 is under `limit`.
 
     Of a draft whose tokens are each right with probability `rate`, a geometric series is accepted.
     `guess_cost` is the time that guessing a token takes, in plain steps.
     """
-    wait = ALONE if num_rows == 1 else BESIDE_OTHERS
-    plain = 1 + A_TOKEN * num_rows
     best, found, expected, power = limit, 0, 1.0, 1.0
     for length in range(1, most + 1):
         power *= rate
         expected += power
-        cost = wait * (plain + A_TOKEN * num_rows * length) / plain + guess_cost * length
+        cost = draft_cost(wait, num_rows, num_rows * length) + guess_cost * length
         if expected / cost > best:
             best, found = expected / cost, length
-    return found
+    return found, best if found else 1.0
+
+
+def best_lengths(
+    rates: Seq[float], limits: Seq[float], most: int, guess_cost: float, single_cost: float
+) -> list[int]:
+    """The draft length of every row of a step; all 0 where drafts cost all rows more than they gain.
+
+    Args:
+        limits: from which gain on each row drafts.
+        single_cost: of a step by itself, in steps as they are where nobody drafts: overlapped, and
+            of a small model several in one program.
+    """
+    num_rows, found = len(rates), list[tuple[int, float]]()
+    for wait in (ALL_WAIT, BESIDE_OTHERS):
+        sizes = num_rows, most
+        found = [
+            best_length(rate, *sizes, limit, wait, guess_cost)
+            for rate, limit in zip(rates, limits, strict=True)
+        ]
+        if all([length for length, _ in found]):
+            break
+    gain = sum([gain for _, gain in found])
+    least = sum([limit if row[0] else 1.0 for row, limit in zip(found, limits, strict=True)])
+    return [length if gain > single_cost * least else 0 for length, _ in found]
 
 
 def count_right(drafted: Seq[int], sampled: Seq[int]) -> int:

@@ -6,11 +6,12 @@ What a draft model guesses is known to the device alone: a plan has as many zero
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
+from jaxpaged.core.draft_pace import DraftPace
 from jaxpaged.core.limits import SchedulerLimits, StopCause, stop_cause
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
 from jaxpaged.core.sequence import SeqState, Sequence
-from jaxpaged.core.speculation import BEGIN, GO_ON, best_length
+from jaxpaged.core.speculation import BEGIN, GO_ON, best_lengths
 from jaxpaged.errors import InvariantError
 
 FIRST_RATE = 0.9  # of a draft model's right guesses, before anything is known
@@ -26,7 +27,6 @@ class _Text:
     """What is known of one sequence's tokens: where each run of them last ended."""
 
     __slots__ = ("_longest", "_places", "_shortest", "guess", "num_seen", "rate", "seq")
-    guess_cost = 0.0
 
     def __init__(self, seq: Sequence, shortest: int, longest: int):
         self.seq = seq
@@ -54,6 +54,10 @@ class _Text:
         self.num_seen, self.guess, self.rate = end, guess, rate
         return end == len(ids)
 
+    @property
+    def is_up_to_date(self) -> bool:
+        return self.num_seen == len(self.seq.token_ids)
+
     def continuation(self, length: int) -> tuple[int, ...]:
         """The tokens that came after the last run like the present one, repeated at the end."""
         ids, guess = self.seq.token_ids, self.guess
@@ -66,15 +70,19 @@ class _Text:
 class _Guessed:
     """How well a draft model guesses for one sequence."""
 
-    __slots__ = ("guess_cost", "rate", "seq")
+    __slots__ = ("num_seen", "rate", "seq")
+    is_up_to_date = True
 
-    def __init__(self, seq: Sequence, guess_cost: float):
-        self.seq, self.guess_cost, self.rate = seq, guess_cost, FIRST_RATE
+    def __init__(self, seq: Sequence):
+        self.seq, self.rate, self.num_seen = seq, FIRST_RATE, len(seq.token_ids)
 
     def read(self) -> bool:
         """Nothing of the text is looked at; who is not guessed for is tried again some day."""
+        num_tokens = len(self.seq.token_ids)
         if not self.seq.needs_read_tokens:
-            self.rate += FORGET * (FIRST_RATE - self.rate)
+            forgotten = min(1.0, FORGET * (num_tokens - self.num_seen))
+            self.rate += forgotten * (FIRST_RATE - self.rate)
+        self.num_seen = num_tokens
         return True
 
     def verified(self, num_guessed: int, num_right: int) -> None:
@@ -97,21 +105,63 @@ class Speculator:
     def __init__(self, limits: SchedulerLimits):
         settings = limits.speculation
         self._has_model = settings is not None and settings.method == "draft_model"
-        self._draft_cost = limits.draft_cost
+        self._guess_cost = limits.draft_cost
         self._most = 0 if settings is None else settings.num_speculative_tokens
         self._max_rows = 0 if settings is None else settings.max_rows
         self._shortest = 0 if settings is None else settings.prompt_lookup_min
         self._longest = 0 if settings is None else settings.prompt_lookup_max
         self._texts: dict[int, _Text | _Guessed] = {}
-        self._num_rows = 0
+        self._lengths: dict[int, int] = {}  # of drafts, by sequence; empty where nobody drafts
+        self._pace = DraftPace(limits.single_cost, limits.draft_cost)
+        self._num_rows, self._has_news = 0, False
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether rows wait for their tokens, to be given drafts. Else steps are as without any."""
+        return bool(self._lengths)
 
     def begin_step(
         self, draft: PlanDraft, running: Collection[Sequence], has_waiting: bool
     ) -> None:
-        """Settle whether the step may hold drafts: few rows, all of them plain decodes."""
-        if self._max_rows:
-            self._num_rows = len(running)
-            draft.speculates = self._may_draft(running) and not has_waiting
+        """Settle who drafts: where rows are few, all of them plain decodes, and it pays."""
+        if not self._max_rows:
+            return
+        self._num_rows = len(running)
+        if not self._may_draft(running) or has_waiting:
+            self._drafts_for({})
+        elif self._has_news or self._lengths:
+            self._choose(running)
+        draft.speculates = bool(self._lengths)
+
+    def committed(self, plan: StepPlan, seconds: float) -> None:
+        """A step was read, `seconds` after the one before it."""
+        self._has_news = True
+        if plan.num_rows <= self._max_rows:
+            self._pace.took(plan, seconds, self._num_rows)
+
+    def _choose(self, running: Collection[Sequence]) -> None:
+        texts, rates, limits = self._texts, list[float](), list[float]()
+        self._has_news = False
+        for seq in running:
+            text = texts.get(seq.seq_id)
+            if text is None:
+                text = texts[seq.seq_id] = self._begin(seq)
+            if not text.read():
+                self._has_news = True
+            rates.append(round(text.rate, 2))
+            limits.append(GO_ON if seq.seq_id in self._lengths else BEGIN)
+        costs = self._guess_cost, self._pace.single_cost(self._num_rows)
+        lengths = best_lengths(rates, limits, self._most, *costs)
+        ids = [seq.seq_id for seq in running]
+        self._drafts_for({i: n for i, n in zip(ids, lengths, strict=True) if n})
+
+    def _drafts_for(self, lengths: dict[int, int]) -> None:
+        """From now on those sequences wait for their tokens, and no others."""
+        for seq_id in self._lengths.keys() | lengths.keys():
+            if text := self._texts.get(seq_id):
+                is_banning = bool(text.seq.request.banned_runs)
+                text.seq.needs_read_tokens = seq_id in lengths or is_banning
+        self._lengths = lengths
 
     def _may_draft(self, running: Collection[Sequence]) -> bool:
         # of a row with edits or a grammar the logits at a guess depend on the guesses before it
@@ -127,19 +177,9 @@ class Speculator:
         return all(seq.num_pending_tokens <= 1 and seq.request.max_tokens for seq in running)
 
     def draft(self, seq: Sequence, draft: PlanDraft, pool: PagePool) -> tuple[int, ...]:
-        """Tokens that may come after the sequence's last, as many as limits and free pages allow.
-
-        Settles whether the sequence's next step is to wait until its last one has been read.
-        """
-        text = self._texts.get(seq.seq_id)
-        if text is None:
-            text = self._texts[seq.seq_id] = self._begin(seq)
-        is_up_to_date = text.read()
-        limit = GO_ON if seq.needs_read_tokens else BEGIN
-        rate = round(text.rate, 2)
-        length = best_length(rate, self._num_rows, self._most, limit, text.guess_cost)
-        seq.needs_read_tokens = length > 0
-        if seq.num_in_flight or not is_up_to_date:
+        """Tokens that may come after the sequence's last, as many as limits and free pages allow."""
+        length = self._lengths.get(seq.seq_id, 0)
+        if not length or seq.num_in_flight or not (text := self._texts[seq.seq_id]).is_up_to_date:
             return ()
         end = min(seq.num_needed_tokens, (len(seq.page_ids) + pool.room) * pool.page_size)
         room = min(end - len(seq.token_ids), draft.plain_cap - draft.num_tokens - 1)
@@ -161,7 +201,7 @@ class Speculator:
 
     def _begin(self, seq: Sequence) -> _Text | _Guessed:
         if self._has_model:
-            return _Guessed(seq, self._draft_cost)
+            return _Guessed(seq)
         return _Text(seq, self._shortest, self._longest)
 
     def _forget(self, seq_ids: Iterable[int]) -> None:

@@ -283,7 +283,7 @@ def _num_scheduler_steps(config: EngineConfig, weights: int, device: DeviceMemor
     sched = config.scheduler
     if sched.num_scheduler_steps is not None:
         return sched.num_scheduler_steps
-    if device.is_cpu or config.parallel.num_devices > 1 or sched.speculation is not None:
+    if device.is_cpu or config.parallel.num_devices > 1:
         return 1
     return CHAIN_LENGTH if weights / device.bytes_per_s < DISPATCH_S else 1
 

@@ -57,7 +57,7 @@ class Engine:
         self._scored: set[int] = set()  # seq_ids of those that want prompt logprobs
         self._grammar_rows = GrammarRows(tokenizer)
         self._requests: dict[str, list[Stream]] = {}
-        self._next_seq_id = 0
+        self._next_seq_id, self._last_read = 0, 0.0
         self._explanations = Explanations(scheduler)
 
     @property
@@ -176,7 +176,8 @@ class Engine:
         sampled = verified.sampled(plan, result) if verified else rows.kept(result.token_ids)
         streams, logprobs, samples = self._streams, result.logprob_list, rows.samples
         before, num_new, guessed = list[float](), 0, list[float]()
-        for i in self.scheduler.commit(plan, sampled):
+        seconds, self._last_read = now - self._last_read, now
+        for i in self.scheduler.commit(plan, sampled, seconds):
             seq = rows.seqs[i]
             stream, num_tokens = streams[seq.seq_id], len(seq.token_ids)
             if verified:

@@ -53,6 +53,9 @@ from jaxpaged.weights.loader import ModelFiles, open_model
 
 log = logging.getLogger(__name__)
 
+# of a small model's decode step by itself, in steps of which a program takes several: at 1 to 128
+# rows on an H200; drafts are weighed by it until they have been timed
+SINGLE_COST = 2.0
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -198,6 +201,7 @@ def _host_side(
         speculation=sched.speculation,
         num_stages=config.parallel.pipeline_parallel_size,
         draft_cost=cost_of_guess,
+        single_cost=SINGLE_COST if plan.num_scheduler_steps > 1 else 1.0,
         **swap_limits(config, plan),
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool), local)

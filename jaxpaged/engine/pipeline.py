@@ -29,8 +29,8 @@ class StepPipeline:
 
     Args:
         max_in_flight: dispatches before the oldest is to be read; 2 overlaps host and device.
-        num_scheduler_steps: decode steps of one dispatch while nobody waits. Starting a program
-            takes the host longer than a small model takes the device.
+        num_scheduler_steps: decode steps of one dispatch while nobody waits or drafts. Starting a
+            program takes the host longer than a small model takes the device.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class StepPipeline:
     def start(self, plan: StepPlan) -> None:
         """Dispatch a step, and where a chain of steps may go at once those that follow it."""
         bucket = self._ladder.choose(plan)
-        may_chain = self._num_scheduler_steps > 1 and not self._scheduler.num_waiting
-        if may_chain and bucket.kind == "decode":
+        scheduler = self._scheduler
+        may_chain = self._num_scheduler_steps > 1 and bucket.kind == "decode"
+        if may_chain and not scheduler.num_waiting and not scheduler.is_drafting:
             return self._start_chain(plan, self._ladder.chained(bucket))
         return self._dispatch([plan], [self._build(plan, bucket)])
 

@@ -48,7 +48,7 @@ class PendingLogits:
 
     bucket: Bucket
     logits: jax.Array
-    words: jax.Array  # of a greedy step; the tokens of one whose drafts the device made
+    words: jax.Array  # of a greedy step, and the tokens of one whose drafts the device made
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PendingStep:
     bucket: Bucket
     words: jax.Array
     place: int | None = None
-    guessed: jax.Array | None = None
+    forward_words: jax.Array | None = None  # of a step with drafts that has a sampling program
 
 
 class Runner:
@@ -161,15 +161,12 @@ class Runner:
 
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step and take its result apart."""
-        words = np.asarray(pending.words)
+        words, seqs = np.asarray(pending.words), pending.bucket.num_samples
         if pending.place is not None:
             words = words[pending.place]
-        seqs = pending.bucket.num_samples
-        head, tail = (
-            words[: seqs * STEP_WORDS].reshape(seqs, STEP_WORDS),
-            words[seqs * STEP_WORDS :],
-        )
-        top = tail.reshape(-1, TOP_WORDS)
+        words, guessed = _without_guessed(pending, words)
+        head = words[: seqs * STEP_WORDS].reshape(seqs, STEP_WORDS)
+        top = words[seqs * STEP_WORDS :].reshape(-1, TOP_WORDS)
         first, last = slice(2, 2 + TOP_LOGPROBS), slice(2 + TOP_LOGPROBS, None)
         return StepResult(
             head[:, 0],
@@ -179,7 +176,7 @@ class Runner:
             top[:, 1],
             top[:, first],
             np.ascontiguousarray(top[:, last]).view(np.float32),
-            None if pending.guessed is None else np.asarray(pending.guessed),
+            guessed,
         )
 
     def set_history(self, slot: int, token_ids: tuple[int, ...], num_prompt_tokens: int) -> None:
@@ -275,10 +272,26 @@ class Runner:
         if self._earlier is not None:
             self._earlier.feed_back(batch, self._state.last_token_ids)
         words.copy_to_host_async()
-        if not pending.words.size:
-            return PendingStep(pending.bucket, words)
+        bucket = pending.bucket
+        if bucket.kind != "draft" or pending.words.size == bucket.num_samples * STEP_WORDS:
+            return PendingStep(bucket, words)
         pending.words.copy_to_host_async()
-        return PendingStep(pending.bucket, words, guessed=pending.words)
+        return PendingStep(bucket, words, forward_words=pending.words)
+
+
+def _without_guessed(
+    pending: PendingStep, words: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """A step's own words, and the tokens of one whose drafts the device made."""
+    bucket = pending.bucket
+    if bucket.kind != "draft":
+        return words, None
+    end = bucket.num_samples * STEP_WORDS
+    if pending.forward_words is not None:
+        return words, np.asarray(pending.forward_words)[end:]
+    if bucket.needs_sampling or len(words) == end:
+        return words, None
+    return words[:end], words[end:]
 
 
 def _is_shape(x: object) -> bool:

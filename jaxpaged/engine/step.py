@@ -70,8 +70,8 @@ def make_forward(
     """The first program of a step: write this batch's KV, attend, pick each row's largest logit.
 
     Results: the state, f32 logits [logits, vocab], and what `make_sample` tells of a greedy step,
-    empty where a row has several logits. A step that samples otherwise overwrites the tokens. Where
-    `draft` has guessed the tokens of a step, these are told.
+    empty where a prompt is scored. A step that samples otherwise overwrites the tokens. Where
+    `draft` has guessed the tokens of a step, these come behind.
     """
 
     def forward(params: Params, state: DeviceState, packed: Int32[Array, " words"]):
@@ -85,7 +85,7 @@ def make_forward(
         hidden, state = model(batch, state, local)
         state = replace(state, kv_pages=state.kv_pages + pages)
         state, logits, told = _with_logits(model, layout, batch, hidden, state)
-        return state, logits, batch.token_ids if is_guessed else told
+        return state, logits, jnp.append(told, batch.token_ids) if is_guessed else told
 
     return forward
 
@@ -190,8 +190,10 @@ def _with_logits(
     logits = model.unembed(hidden[batch.logit_rows])
     if not layout.bucket.forward_samples:
         return state, logits, jnp.zeros(0, jnp.int32)
-    tokens = pick_greedy(logits)
-    last = state.last_token_ids.at[batch.seq_slots].set(tokens)
+    tokens = last = pick_greedy(logits)
+    if layout.bucket.kind == "draft":  # of rows with drafts nobody takes it from here
+        last = tokens[batch.cu_q_lens[1:] - 1]
+    last = state.last_token_ids.at[batch.seq_slots].set(last)
     return replace(state, last_token_ids=last), logits, _step_words(logits, tokens)
 
 

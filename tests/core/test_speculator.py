@@ -6,7 +6,7 @@ import pytest
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.recording import RecordedScheduler, replay
-from jaxpaged.core.speculation import best_length, count_right
+from jaxpaged.core.speculation import best_lengths, count_right
 from tests.core.fake_device import (
     VOCAB,
     Loop,
@@ -146,13 +146,25 @@ def test_a_run_with_guesses_is_replayed_to_the_same_plans(tmp_path):
     assert replay(file).mismatch is None
 
 
+def length_of(rate, num_rows, most=5, guess_cost=0.0):
+    (length, *_) = best_lengths([rate] * num_rows, [1.2] * num_rows, most, guess_cost, 1.0)
+    return length
+
+
 def test_drafts_grow_with_the_rate_of_right_guesses_and_end_with_many_rows():
-    lengths = [best_length(rate, 1, 5, 1.2) for rate in (0.0, 0.3, 0.5, 0.8, 1.0)]
+    lengths = [length_of(rate, 1) for rate in (0.0, 0.3, 0.5, 0.8, 1.0)]
     assert lengths[0] == lengths[1] == 0
     assert lengths == sorted(lengths)
     assert lengths[-1] == 5
-    assert best_length(1.0, 128, 5, 1.2) == 0
-    assert best_length(0.5, 16, 5, 1.2) <= best_length(0.5, 1, 5, 1.2)
+    assert length_of(1.0, 512) == 0
+    assert length_of(0.5, 16) <= length_of(0.5, 1)
+
+
+def test_one_that_copies_drafts_beside_others_unless_their_steps_then_take_longer():
+    rates = [1.0, *[0.0] * 7]
+    assert best_lengths(rates, [1.2] * 8, 5, 0.0, 1.0) == [5, *[0] * 7]
+    assert best_lengths(rates, [1.2] * 8, 5, 0.0, 2.0) == [0] * 8
+    assert best_lengths([1.0], [1.2], 5, 0.0, 2.0) == [5]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +222,6 @@ def test_a_draft_model_that_is_often_wrong_is_asked_less_and_tried_again_later()
 
 
 def test_guessing_that_costs_much_is_done_less():
-    lengths = [best_length(0.7, 1, 8, 1.2, cost) for cost in (0.0, 0.1, 0.2, 1.0)]
+    lengths = [length_of(0.7, 1, 8, cost) for cost in (0.0, 0.1, 0.2, 1.0)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[1] > lengths[3] == 0

@@ -21,6 +21,7 @@ LADDER = BucketLadder(
     [
         Bucket("decode", "sampled", 4, 4),
         Bucket("mixed", "sampled", 256, 4),
+        Bucket("draft", "greedy", 16, 4),
         Bucket("draft", "sampled", 16, 4),
     ]
 )

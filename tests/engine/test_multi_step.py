@@ -2,9 +2,7 @@
 
 import pytest
 
-from jaxpaged.config.settings import SchedulerSettings
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.errors import ConfigError
 from tests.support.engines import TinyEngine
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
@@ -61,9 +59,3 @@ def test_while_somebody_waits_each_step_is_its_own(parts_r):
     _, sizes = generate(parts_r, params, num_pages=1 + 2, num_scheduler_steps=4)
     assert sizes[:30] == [1] * 30
     assert 4 in sizes[30:]  # the last request, when nobody waits any more
-
-
-def test_guesses_and_several_steps_exclude_each_other():
-    config = {"method": "ngram", "num_speculative_tokens": 3}
-    with pytest.raises(ConfigError, match="num_scheduler_steps is 4 beside a speculative_config"):
-        SchedulerSettings(num_scheduler_steps=4, speculative_config=config)

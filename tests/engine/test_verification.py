@@ -9,14 +9,14 @@ SPECULATION = Speculation("ngram", 3, 4, 2)
 LIST = [*range(60, 110), 60, 61, 62]  # what S says anyhow; a to z are 64 to 89
 
 
-def both(parts, prompts, params):
+def both(parts, prompts, params, **settings):
     """Outputs with guesses, told in pieces, and without, token by token; and the drafts."""
     llm = TinyEngine(parts).llm
     requests = list(map(llm.parts.inputs.request, prompts, params))
     jobs = [(None, request) for request in requests]
     ended = {out.request_id: out for out in llm.run(jobs, max_inflight=len(jobs))}
     plain = [ended[request.request_id] for request in requests]
-    engine = TinyEngine(parts, speculation=SPECULATION)
+    engine = TinyEngine(parts, speculation=SPECULATION, **settings)
     drafts, schedule = [], engine.scheduler.schedule
 
     def watched():
@@ -54,6 +54,22 @@ def test_guessing_changes_nothing_that_a_caller_sees(parts_s, fields):
     found, plain, drafts, _ = both(parts_s, prompts, [params] * len(prompts))
     assert len(drafts) > 2
     assert [told(output) for output in found] == [told(output) for output in plain]
+
+
+def test_steps_by_themselves_with_drafts_and_several_in_one_program_change_nothing(parts_s):
+    beside = {"temperature": 0.0, "max_tokens": 9, "presence_penalty": 0.5, "logprobs": 2}
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=60),
+        SamplingParams(temperature=0.0, max_tokens=60, stop=["wxyz"]),
+        SamplingParams(**beside),  # while it is there nobody drafts
+    ]
+    prompts = [LIST, LIST[3:], LIST[7:]]
+    found, plain, drafts, engine = both(parts_s, prompts, params, num_scheduler_steps=4)
+    assert [told(output) for output in found] == [told(output) for output in plain]
+    assert len(drafts) > 2
+    names = " ".join(engine.engine.runner.temp_bytes())
+    assert "chain 4" in names
+    assert "forward draft" in names
 
 
 def test_wrong_guesses_leave_no_trace(parts_s):

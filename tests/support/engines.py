@@ -45,6 +45,7 @@ LADDER = BucketLadder(
         Bucket("mixed", "full", 32, 4),
         Bucket("mixed", "full", 256, 4),
         Bucket("mixed", "scored", 64, 4),
+        Bucket("draft", "greedy", 16, 4),
         Bucket("draft", "full", 16, 4),
     ]
 )
