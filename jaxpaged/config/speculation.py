@@ -47,6 +47,11 @@ class Speculation:
         """Running sequences above which nothing is drafted."""
         return min(MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS // (1 + self.num_speculative_tokens))
 
+    def most_tokens(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Of a step with drafts."""
+        rows = min(self.max_rows, max_num_seqs)
+        return min(rows * (1 + self.num_speculative_tokens), max_num_batched_tokens)
+
 
 def speculation_from(given: dict[str, Any]) -> Speculation | None:
     """The operator's object with vLLM's defaults; None for an empty one.

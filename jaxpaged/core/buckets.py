@@ -201,7 +201,7 @@ def default_ladder(
         buckets += [Bucket("mixed", name, n, min(_FEW_SEQS, max_num_seqs)) for n in few]
     if speculation is not None:
         rows = min(speculation.max_rows, max_num_seqs)
-        most = min(rows * (1 + speculation.num_speculative_tokens), max_num_batched_tokens)
+        most = speculation.most_tokens(max_num_seqs, max_num_batched_tokens)
         drafts = [(n, min(n, rows)) for n in _cut(_DRAFT_TOKENS, most)]
         # rows that need the full sampler draft nothing: on a CPU it stands in for `sampled`
         buckets += [Bucket("draft", name, n, s) for name in samplers[:2] for n, s in drafts]

@@ -6,7 +6,7 @@ Times come in with what steps sampled: a replay sees those of the run.
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.speculation import ALL_WAIT, BESIDE_OTHERS, draft_cost
 
-FORGET = 1 / 512  # of what was measured of drafts, with each plain step: some day they are tried again
+FORGET = 1 / 512  # of what is known of drafts, with each plain step: some day they are tried again
 NEW, OUTLIER = 0.3, 2.0  # weight of a new time; one that is longer by more is cut to this
 
 

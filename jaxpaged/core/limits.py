@@ -10,7 +10,10 @@ from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import ConfigError, InvariantError
 
 type PreemptionMode = Literal["auto", "recompute", "swap"]
-_NOT_COUNTS = ("scheduling_policy", "speculation", "preemption_mode", "swap_gain", "draft_cost", "single_cost")
+_NOT_COUNTS = (
+    *("scheduling_policy", "speculation", "preemption_mode"),
+    *("swap_gain", "draft_cost", "single_cost"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,9 @@ class SchedulerLimits:
     speculation: Speculation | None = None  # None drafts nothing
     num_stages: int = 1  # of devices that a step goes through: so many steps share no decode
     draft_cost: float = 0.0  # time in which a draft model guesses a token, in steps of the model
-    single_cost: float = 1.0  # of a decode step by itself, in steps of which a program takes several
+    single_cost: float = (
+        1.0  # of a step with drafts, in decode steps of which a program has several
+    )
     preemption_mode: PreemptionMode = "recompute"  # auto: swap where that is estimated cheaper
     num_host_pages: int = 0  # for swapped sequences
     swap_gain: float = 1.0  # time to compute a token over the time to move one out and back in

@@ -24,7 +24,7 @@ def draft_cost(wait: float, num_rows: int, num_guessed: int) -> float:
 def best_length(
     rate: float, num_rows: int, most: int, limit: float, wait: float, guess_cost: float = 0.0
 ) -> tuple[int, float]:
-    """The draft length with the most tokens a second, and how many a plain step; 0 is under `limit`.
+    """The draft length with the most tokens a second, and their gain; 0 where it is under `limit`.
 
     Of a draft whose tokens are each right with probability `rate`, a geometric series is accepted.
     `guess_cost` is the time that guessing a token takes, in plain steps.
@@ -42,12 +42,12 @@ def best_length(
 def best_lengths(
     rates: Seq[float], limits: Seq[float], most: int, guess_cost: float, single_cost: float
 ) -> list[int]:
-    """The draft length of every row of a step; all 0 where drafts cost all rows more than they gain.
+    """The draft length of every row; all 0 where drafts cost the step's rows more than they gain.
 
     Args:
         limits: from which gain on each row drafts.
-        single_cost: of a step by itself, in steps as they are where nobody drafts: overlapped, and
-            of a small model several in one program.
+        single_cost: of steps one by one, over those where nobody drafts, of which a small model has
+            several in one program.
     """
     num_rows, found = len(rates), list[tuple[int, float]]()
     for wait in (ALL_WAIT, BESIDE_OTHERS):

@@ -177,9 +177,12 @@ class Speculator:
         return all(seq.num_pending_tokens <= 1 and seq.request.max_tokens for seq in running)
 
     def draft(self, seq: Sequence, draft: PlanDraft, pool: PagePool) -> tuple[int, ...]:
-        """Tokens that may come after the sequence's last, as many as limits and free pages allow."""
+        """Tokens that may come after the last one, as many as limits and free pages allow."""
         length = self._lengths.get(seq.seq_id, 0)
-        if not length or seq.num_in_flight or not (text := self._texts[seq.seq_id]).is_up_to_date:
+        if not length or seq.num_in_flight:
+            return ()
+        text = self._texts[seq.seq_id]
+        if not text.is_up_to_date:
             return ()
         end = min(seq.num_needed_tokens, (len(seq.page_ids) + pool.room) * pool.page_size)
         room = min(end - len(seq.token_ids), draft.plain_cap - draft.num_tokens - 1)

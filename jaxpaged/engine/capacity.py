@@ -15,17 +15,17 @@ from jax.sharding import NamedSharding
 
 from jaxpaged.arrays import Params
 from jaxpaged.config.architecture import LayerKind, ModelConfig
-from jaxpaged.config.settings import EngineConfig, ParallelSettings
+from jaxpaged.config.settings import EngineConfig
 from jaxpaged.engine.local_capacity import (
     PageNeeds,
     PoolSizes,
-    layer_kinds_of,
     page_bytes,
+    share_of,
 )
 from jaxpaged.engine.memory import GIB, DeviceMemory
 from jaxpaged.engine.workspace import trial_bytes, workspace_bytes
 from jaxpaged.errors import ConfigError
-from jaxpaged.sharding import Placement, keys_of, laid_out
+from jaxpaged.sharding import Placement, keys_of
 
 CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS = 8, 256
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 8192
@@ -191,24 +191,6 @@ def weight_bytes(params: Params, model: ModelConfig, placement: Placement | None
     return max(totals)
 
 
-def share_of(model: ModelConfig, parallel: ParallelSettings) -> ModelConfig:
-    """What a device computes, see `layer_kinds_of` about its layers.
-
-    Raises:
-        ConfigError: heads or widths do not divide, or a stage would have no layer.
-    """
-    num_shards = parallel.tensor_parallel_size
-    stored = laid_out(model, num_shards)
-    return dataclasses.replace(
-        stored,
-        heads=stored.heads // num_shards,
-        kv_heads=stored.kv_heads // num_shards,
-        ffn=stored.ffn // num_shards,
-        vocab=stored.vocab // num_shards,
-        layer_kinds=layer_kinds_of(model, parallel.pipeline_parallel_size),
-    )
-
-
 def _plan(
     config: EngineConfig,
     model: ModelConfig,
@@ -232,7 +214,12 @@ def _plan(
     num_stages = config.parallel.pipeline_parallel_size
     shares = [one for one in (share, draft_share) if one is not None]
     sizes = dtype, budget, max_num_seqs
-    workspace = max([workspace_bytes(one, *sizes, num_stages) for one in shares])
+    guesses = config.scheduler.speculation
+    more = {
+        "num_draft_tokens": 0 if guesses is None else guesses.most_tokens(max_num_seqs, budget),
+        "searches_by_kernel": device.is_hopper and config.parallel.tensor_parallel_size == 1,
+    }
+    workspace = max([workspace_bytes(one, *sizes, num_stages, **more) for one in shares])
     trials = max([trial_bytes(one, *sizes) for one in shares])
     plan = MemoryPlan(
         device=device,

@@ -1,15 +1,17 @@
 """How a pool's memory is shared between layers that see all and layers with a window."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from jaxpaged.config.architecture import LayerKind, ModelConfig
+from jaxpaged.config.settings import ParallelSettings
 from jaxpaged.core.local_pages import MOST_CHUNK, LocalPages, most_of_decode
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.errors import ConfigError
-from jaxpaged.sharding import layers_of_stages
+from jaxpaged.sharding import laid_out, layers_of_stages
 
 # windows of context at which both kinds of pages are used up together: in longer sequences local
 # pages are left over, in shorter ones pages
@@ -79,6 +81,24 @@ def layer_kinds_of(model: ModelConfig, num_stages: int) -> tuple[LayerKind, ...]
         of_stages = ([k for k in stage if (k.window is not None) == has_window] for stage in stages)
         kinds += max(of_stages, key=len)
     return tuple(kinds)
+
+
+def share_of(model: ModelConfig, parallel: ParallelSettings) -> ModelConfig:
+    """What a device computes, see `layer_kinds_of` about its layers.
+
+    Raises:
+        ConfigError: heads or widths do not divide, or a stage would have no layer.
+    """
+    num_shards = parallel.tensor_parallel_size
+    stored = laid_out(model, num_shards)
+    return dataclasses.replace(
+        stored,
+        heads=stored.heads // num_shards,
+        kv_heads=stored.kv_heads // num_shards,
+        ffn=stored.ffn // num_shards,
+        vocab=stored.vocab // num_shards,
+        layer_kinds=layer_kinds_of(model, parallel.pipeline_parallel_size),
+    )
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:

@@ -32,6 +32,7 @@ GPUS = {
     "T4": (15_360, 300),
 }
 OTHER_GPU = 1000  # GB/s of one that is not among these
+HOPPER = ("H200", "H100", "H20")
 REACHED = 0.9  # share of the sheet's bandwidth that reading weights comes to
 
 
@@ -51,6 +52,10 @@ class DeviceMemory:
         """At which a GPU reads weights, about."""
         known = _known(self.name)
         return REACHED * 1e9 * (GPUS[known][1] if known else OTHER_GPU)
+
+    @property
+    def is_hopper(self) -> bool:
+        return _known(self.name) in HOPPER
 
     def limit_bytes(self, config: EngineConfig) -> int:
         """What the configuration lets this process take."""

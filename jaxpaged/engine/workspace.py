@@ -5,7 +5,9 @@ import numpy as np
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import MAX_SCORED_TOKENS
 
-LOGIT_COPIES = 3  # float32 logits of all rows that the `full` sampler holds at once
+# float32 logits of the sampled rows that a sampler holds beside those it is given, as compiled for
+# Hopper: with edits, and without; where a kernel finds what filters keep, and where XLA searches
+BY_KERNEL, BY_SEARCH = (2, 0), (4, 3)
 LIBRARY_BYTES = 64 * 2**20  # workspace of the matrix products' library
 
 
@@ -15,18 +17,35 @@ def workspace_bytes(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     num_stages: int = 1,
+    *,
+    num_draft_tokens: int = 0,
+    searches_by_kernel: bool = False,
 ) -> int:
     """What a step needs beside weights, pool and slots: activations and logits.
 
-    The largest moment counts: the feed-forward or the attention of one layer over all tokens, or
-    the sampler over all rows. With stages, hidden states of the steps on their way come to that.
+    The largest moment counts: the feed-forward or the attention of one layer, and the logits which
+    that leads to; or the sampler over them. A step that scores a prompt or checks drafts has few
+    tokens, but logits of all. With stages, hidden states of the steps on their way come to that.
     """
-    tokens, kv_width = max_num_batched_tokens, model.kv_heads * model.head_dim
+    tokens, row = max_num_batched_tokens, 4 * model.vocab
+    kv_width = model.kv_heads * model.head_dim
     attention = 3 * model.heads * model.head_dim + 2 * kv_width + 2 * model.embed
-    activations = tokens * dtype.itemsize * max(attention, 3 * model.ffn + model.embed)
-    logits = _logits_bytes(model, tokens, max_num_seqs)
+    a_token = dtype.itemsize * max(attention, 3 * model.ffn + model.embed)
+    edited, plain = BY_KERNEL if searches_by_kernel else BY_SEARCH
+    scored = min(MAX_SCORED_TOKENS, tokens)
+    steps = [  # tokens, logits, sampled rows, copies of a sampled row's logits
+        (tokens, max_num_seqs, max_num_seqs, edited),
+        (scored, scored, min(max_num_seqs, scored), edited),
+        (num_draft_tokens, num_draft_tokens, num_draft_tokens, plain),
+    ]
+    largest = max(
+        [
+            logits * row + max(num_tokens * a_token, copies * sampled * row)
+            for num_tokens, logits, sampled, copies in steps
+        ]
+    )
     waiting = 0 if num_stages == 1 else (num_stages + 2) * tokens * model.embed * dtype.itemsize
-    return max(activations + logits, LOGIT_COPIES * logits) + waiting + LIBRARY_BYTES
+    return largest + waiting + LIBRARY_BYTES
 
 
 def trial_bytes(

@@ -131,7 +131,7 @@ def test_no_flag_is_told_where_none_is_enough_but_what_takes_the_memory():
     assert "no flag is enough, the weights alone take 29.92 GiB" in text
     assert "--" not in text
     text = refused(device=named_device("17"))  # weights would fit
-    assert "no flag is enough, the least is 16.57 GiB (weights 14.96 GiB, workspace 0.90" in text
+    assert "no flag is enough, the least is 16.57 GiB (weights 14.96 GiB, workspace 0.78" in text
 
 
 def test_running_out_all_the_same_names_smaller_sizes():
@@ -243,7 +243,7 @@ def test_the_longest_sequence_finds_pages_of_both_kinds_whatever_the_memory(ever
         (0.5, CPU, (), 1),
         (1, H200, ("--num-scheduler-steps", "1"), 1),
         (15, H200, ("--num-scheduler-steps", "4"), 4),
-        (1, H200, ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), 1),
+        (1, H200, ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), 8),
         (1, H200, ("-tp", "2"), 1),
     ],
 )

@@ -11,7 +11,8 @@ import pytest
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import ParallelSettings
 from jaxpaged.core.buckets import Bucket
-from jaxpaged.engine.capacity import page_bytes, share_of, tree_bytes, weight_bytes
+from jaxpaged.engine.capacity import page_bytes, tree_bytes, weight_bytes
+from jaxpaged.engine.local_capacity import share_of
 from jaxpaged.engine.program_source import ProgramSource
 from jaxpaged.layers.attention import paged_attention
 from jaxpaged.models.decoder import device_state_shapes
