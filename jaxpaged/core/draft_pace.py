@@ -35,7 +35,7 @@ class DraftPace:
         self._num_steps += 1
         if plan.drafts:
             # one more in between: of rows that need not wait
-            if size in self._plain and seconds and self._num_steps <= 2 and num_rows:
+            if size in self._plain and seconds and self._num_steps <= 2:
                 self._took_drafts(plan, num_running)
             self._seconds, self._num_steps, self._plain_rows = 0.0, 0, 0
             return

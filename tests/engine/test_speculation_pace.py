@@ -34,8 +34,9 @@ class TimedDevice:
 
     num_compilations, last_compile_time, num_stages = 0, 0.0, 1
 
-    def __init__(self, step_s, repeats, slower):
+    def __init__(self, step_s=STEP_S, repeats=True, slower=1, strangers=()):
         self.now, self.step_s, self.repeats, self.free_at = 0.0, step_s, repeats, 0.0
+        self.strangers = strangers  # slots of rows that do not copy
         self.num_unread = 0
         self.slower = slower  # how much longer a step with drafts takes
         self.log = []  # kinds of programs as they start, each with how many are unread; reads
@@ -72,7 +73,12 @@ class TimedDevice:
         if bucket.kind != "draft":
             places = places[np.maximum(views["cu_q_lens"][1:] - 1, 0)]
         places = places[: bucket.num_samples] + 1
-        ids = LIST[places % len(LIST)] if self.repeats else places * 7919 % 60_000 + 1000
+        slots = views["seq_slots"]
+        if bucket.kind == "draft":
+            slots = np.repeat(slots, np.diff(views["cu_q_lens"]))
+        slots = np.resize(slots, len(places))
+        copies = self.repeats & ~np.isin(slots, self.strangers)
+        ids = np.where(copies, LIST[places % len(LIST)], places * 7919 % 60_000 + 1000)
         none = np.empty((0, 20), np.float32)
         ranks = none[:, 0].astype(np.int32)
         ones = np.ones(len(ids))
@@ -84,8 +90,8 @@ class TimedDevice:
 def timed(monkeypatch, tmp_path):
     """Runs requests that each go on with a list; the device afterwards, and the answers."""
 
-    def run(rows, *, guesses=True, steps=8, lengths=(60,), step_s=STEP_S, repeats=True, slower=1):
-        device = TimedDevice(step_s, repeats, slower)
+    def run(rows, *, guesses=True, steps=8, lengths=(60,), single_cost=0.0, **device_fields):
+        device = TimedDevice(**device_fields)
         monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: device.now))
         speculation, pool = SPECULATION if guesses else None, PagePool(2 + rows * 64, PAGE_SIZE)
         limits = SchedulerLimits(
@@ -96,7 +102,7 @@ def timed(monkeypatch, tmp_path):
             long_prefill_token_threshold=0,
             reserve_full_prompt=True,
             speculation=speculation,
-            single_cost=2.0 if steps > 1 else 1.0,
+            single_cost=single_cost or (2.0 if steps > 1 else 1.0),
         )
         scheduler = Scheduler(limits, pool, PrefixCache(pool))
         file = tmp_path / f"{rows}{guesses}{steps}"
@@ -161,6 +167,19 @@ def test_who_is_alone_and_copies_is_faster(timed, step_s, steps, gain):
     device, ids = timed(1, **fields)
     assert ids == wanted
     assert plain.now / device.now > gain
+
+
+def test_beside_a_row_that_waits_for_its_tokens_nobody_goes_several_steps_ahead(timed):
+    fields = {"lengths": (200,), "single_cost": 1.0, "step_s": 8 * STEP_S}
+    plain, wanted = timed(2, guesses=False, strangers=(0,), **fields)
+    device, ids = timed(2, strangers=(0,), **fields)
+    assert ids == wanted
+    names = [name for name, _ in device.log if name != "read"]
+    first, last = names.index("draft"), len(names) - names[::-1].index("draft")
+    assert names[first:last].count("draft") > 20
+    assert names[first:last].count("decode") > 20
+    assert "chain" not in names[first:last]
+    assert device.now < 1.1 * plain.now
 
 
 def test_drafts_begin_when_most_rows_have_ended(timed):
