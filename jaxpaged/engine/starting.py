@@ -61,7 +61,7 @@ def make_programs(
     Of the page pool only its shape is needed. `early` are processes that lower, started already.
     """
     is_plain = attention is None and not processors  # nothing that only this process knows
-    folder = _cache_folder(config) if is_plain else None
+    folder = cache_folder(config) if is_plain else None
     start_processes = None
     if can_be_told(placement, attention, processors):
         setup = lowering_setup(config, plan.pools, plan.model.max_len)
@@ -117,7 +117,7 @@ def lowering_early(config: EngineConfig, is_wanted: bool) -> Iterator[LoweringPr
 
     None where programs are on disk, for most likely all are, and on a CPU, where few are compiled.
     """
-    folder = _cache_folder(config)
+    folder = cache_folder(config)
     is_warm = folder is not None and folder.is_dir() and any(folder.iterdir())
     if is_warm or not is_wanted or jax.default_backend() == "cpu":
         yield None
@@ -135,9 +135,14 @@ def _told(early: LoweringProcesses | None, setup: dict[str, Any], count: int) ->
     return processes
 
 
-def _cache_folder(config: EngineConfig) -> Path | None:
+def cache_folder(config: EngineConfig) -> Path | None:
+    """Where finished programs are kept, or None where they are not.
+
+    What a CPU got from JAX's own cache cannot be written once more: it is there already.
+    """
     given = config.compile.compile_cache_dir
-    return None if given == "" else Path(given or default_cache_dir())
+    is_jax_s = jax.default_backend() == "cpu" and jax.config.jax_compilation_cache_dir is not None
+    return None if given == "" or is_jax_s else Path(given or default_cache_dir())
 
 
 def warm_up(programs: Sequence[Programs], ladder: BucketLadder, show_progress: bool) -> None:

@@ -15,7 +15,7 @@ from jaxpaged.engine.executables import ExecutableStore, programs_identity
 from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.program_source import Program
-from jaxpaged.engine.starting import lowering_early
+from jaxpaged.engine.starting import cache_folder, lowering_early
 from tests.support import engines
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,)}
@@ -103,6 +103,16 @@ def test_a_second_start_compiles_nothing(model_folder, usual, tmp_path):
     before, after = first.parts.engine.runner, second.parts.engine.runner
     assert (before.num_loaded, after.num_compilations) == (0, 0)
     assert after.num_loaded == before.num_compilations
+
+
+def test_what_jax_keeps_itself_is_not_kept_again_on_a_cpu(tmp_path):
+    config = config_from_keywords(model="m", compile_cache_dir=str(tmp_path))
+    assert cache_folder(config) == tmp_path
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    try:
+        assert cache_folder(config) is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 async def test_compiling_is_progress_until_it_takes_too_long(model_folder, monkeypatch):
