@@ -22,6 +22,9 @@ BACKGROUND = 2**62
 AGEING = 8
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a computed and a sampled token cost a key
 _QUANTUM = 4096  # keys whose counters differ by less take no pages from each other
+# A running sequence loses rank once in so many tokens of output. With every token, those of like
+# age would take each other's pages in turn, and compute all again for a token or two.
+_OUTPUT_QUANTUM = 256
 
 
 class Policy(Protocol):
@@ -230,7 +233,7 @@ class Fair:
             running,
             key=lambda seq: (
                 self.counter(seq.request.key_name) // _QUANTUM,
-                _weight_of_output(seq),
+                _weight_of_output(seq, _OUTPUT_QUANTUM),
             ),
         )
 
@@ -273,10 +276,11 @@ def _priority(seq: Sequence) -> Rank:
 
 def _weight(seq: Sequence) -> Rank:
     """By all its tokens: the longer a running sequence gets, the sooner it gives way."""
-    return AGEING * len(seq.token_ids) + seq.arrival_mark, seq.seq_id
+    excess = (len(seq.token_ids) - seq.num_prompt_tokens) % _OUTPUT_QUANTUM
+    return AGEING * (len(seq.token_ids) - excess) + seq.arrival_mark, seq.seq_id
 
 
-def _weight_of_output(seq: Sequence) -> Rank:
-    """By its output: the more it got, the sooner it gives way."""
-    num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
+def _weight_of_output(seq: Sequence, quantum: int = 1) -> Rank:
+    """By its output in whole quanta: the more it got, the sooner it gives way."""
+    num_output_tokens = (len(seq.token_ids) - seq.num_prompt_tokens) // quantum * quantum
     return AGEING * num_output_tokens + seq.arrival_mark, seq.seq_id

@@ -208,6 +208,33 @@ def test_the_key_that_got_most_gives_way_and_waits_behind_its_own_newcomers():
     assert list(scheduler._waiting) == [newcomer, seqs[0]]
 
 
+# --- fair and sjf: output counts once in a while
+
+
+@pytest.mark.parametrize("policy", ["fair", "sjf"])
+def test_sequences_of_like_age_do_not_take_each_others_pages_in_turn(policy):
+    def run(policy):
+        local = {"window": 6, "num_local_pages": 6}  # for one and a half
+        scheduler = make_scheduler(num_pages=33, scheduling_policy=policy, **local)
+        loop = Loop(scheduler)
+        loop.run([make_sequence(i, [i], 40) for i in range(2)])
+        return loop.num_steps, scheduler.num_preemptions
+
+    assert run(policy) == run("fcfs")
+
+
+@pytest.mark.parametrize("policy", ["fair", "sjf"])
+def test_a_running_sequence_loses_rank_once_in_256_tokens_of_output(policy):
+    line = make_policy(policy, lambda seq: seq.num_prompt_tokens)
+    first, second = (make_sequence(i, [i], 999) for i in range(2))
+    line.add(first)
+    line.add(second)
+    first.token_ids += range(255)
+    assert line.in_order([second, first]) == [first, second]
+    first.token_ids.append(0)
+    assert line.in_order([first, second]) == [second, first]
+
+
 # --- admission without eviction
 
 

@@ -187,6 +187,26 @@ def test_the_schedule_never_changes_the_answer_in_many_workloads(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "sjf"])
+def test_answers_for_which_there_are_too_few_pages_are_not_computed_again_for_each_token(policy):
+    """In steps in which one waits for its token to be read, another one begins and takes pages."""
+    jobs = [Job((7,) * 9 + (6,), 38, {"ignore_eos": True, "n": 3}, "", 0, None)]
+    limits = {
+        "window": 6,
+        "num_local_pages": 6,
+        "has_both": True,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 1,
+        "max_model_len": MAX_LEN,
+        "reserve_full_prompt": False,
+        "num_pages": 32,
+        "scheduling_policy": policy,
+    }
+    _, seqs = sequences_of(jobs * 2, RUNS)
+    loop = run_jobs(jobs, [seqs], limits, 2)
+    assert loop.num_steps < 300  # 3 x 47 tokens, one a step
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "sjf"])
 @pytest.mark.parametrize(
     ("mode", "num_host_pages"), [("recompute", 0), ("swap", 200), ("swap", 20)]
 )
