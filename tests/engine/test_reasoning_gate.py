@@ -167,7 +167,8 @@ async def test_a_grammar_that_only_waits_for_others_is_not_refused_as_too_slow(i
     assert [type(one) for one in slow_ones] == [RequestError] * NUM_WORKERS
     assert type(waited) is CapacityError
     grammars.workers.shutdown()
-    assert begun == wanted[:-1], "what nobody waits for any more is not compiled"
+    choices = sorted([one.choice for one in begun])  # the workers begin in any order
+    assert choices == [["0"], ["1"]], "what nobody waits for any more is not compiled"
 
 
 def test_the_closing_mark_must_fit_as_well(inputs):
