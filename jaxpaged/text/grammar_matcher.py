@@ -70,9 +70,10 @@ class GrammarMatcher:
         return self._endings.told(place) if self._endings and place != DEAD else None
 
     def tell(self, place: int, mask: np.ndarray) -> None:
-        """Keep a mask for later answers at this place."""
-        if self._endings and place != DEAD:
-            self._endings.tell(place, mask)
+        """Keep a mask for later answers at this place, if its number still means the same."""
+        endings = self._endings
+        if endings and place != DEAD and self._epoch == endings.epoch:
+            endings.tell(place, mask)
 
     def _walk(self, endings: Endings, token_ids: Sequence[int]) -> int:
         endings.forget_if_full()
@@ -108,16 +109,15 @@ class MaskFiller:
         A row in which nothing is left keeps its mask, and its matcher the reason.
         """
         allowed = self._allowed(rows, mask.shape[1])
-        numbers = np.array([row.number for row in rows])
-        allowed &= mask[numbers]
-        has_left = allowed.any(axis=1)
-        for row, has_any in zip(rows, has_left.tolist(), strict=True):
+        allowed &= mask[[row.number for row in rows]]
+        has_left: list[bool] = allowed.any(axis=1).tolist()
+        for row, left, has_any in zip(rows, allowed, has_left, strict=True):
             if row.matcher.ll.is_error():
                 row.matcher.failure = f"the grammar failed: {row.matcher.ll.get_error()[:200]}"
             elif not has_any:
                 row.matcher.failure = "the grammar and allowed_token_ids leave no token"
-        may_come = has_left & [not row.matcher.ll.is_error() for row in rows]
-        mask[numbers[may_come]] = allowed[may_come]
+            else:
+                mask[row.number] = left
 
     def _allowed(self, rows: Sequence[MaskRow], num_words: int) -> np.ndarray:
         """u32[rows, words]: what each grammar allows."""

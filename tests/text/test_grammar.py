@@ -117,6 +117,17 @@ def test_masks_kept_by_place_are_what_the_grammar_allows_there(grammars):
     assert grammar.endings.num_told > 20
 
 
+def test_a_mask_is_not_kept_under_a_number_that_means_another_place_by_now(grammars):
+    grammar = grammars.compile(Params(json={"type": "array", "items": {"enum": ["x", "yz"]}}))
+    matcher, mask = GrammarMatcher(grammar), np.ones(WORDS, np.uint32)
+    place = matcher.place([])
+    matcher.tell(place, mask)
+    assert matcher.told(place) is mask
+    grammar.endings._forget()  # as `forget_if_full` does while another row is looked at
+    matcher.tell(place, mask)
+    assert matcher.told(place) is None
+
+
 def test_no_answer_is_shorter_than_the_shortest(grammars):
     """With one byte a token it is the length of the shortest text."""
     cases = [
