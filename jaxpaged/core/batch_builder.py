@@ -255,16 +255,14 @@ class BatchBuilder:
         views["repetition_penalty"][num:] = 1.0
         views["counts_row"][:num] &= rows.samples
         views["told_ids"][:, 0] = -1
-        edited: list[int] = np.flatnonzero(self._is_edited[slots]).tolist()
-        for i in edited:
-            told = rows.seqs[i].request.params.logprob_token_ids
-            if told is not None:
-                views["told_ids"][i, : len(told)] = told
 
     def _fill_edits(self, views: Views, rows: RowColumns, slots: np.ndarray) -> None:
         edited: list[int] = np.flatnonzero(self._is_edited[slots]).tolist()
+        told_ids = views.get("told_ids")  # what bans and biases alone do not have
         for i in edited:
-            edits = self._edits[rows.slots[i]]
+            told, edits = rows.seqs[i].request.params.logprob_token_ids, self._edits[rows.slots[i]]
+            if told is not None and told_ids is not None:
+                told_ids[i, : len(told)] = told
             if edits is None or not rows.samples[i]:
                 continue
             position = rows.starts[i] + rows.q_lens[i]

@@ -276,8 +276,8 @@ def _priority(seq: Sequence) -> Rank:
 
 def _weight(seq: Sequence) -> Rank:
     """By all its tokens: the longer a running sequence gets, the sooner it gives way."""
-    excess = (len(seq.token_ids) - seq.num_prompt_tokens) % _OUTPUT_QUANTUM
-    return AGEING * (len(seq.token_ids) - excess) + seq.arrival_mark, seq.seq_id
+    rank, seq_id = _weight_of_output(seq, _OUTPUT_QUANTUM)
+    return AGEING * seq.num_prompt_tokens + rank, seq_id
 
 
 def _weight_of_output(seq: Sequence, quantum: int = 1) -> Rank:

@@ -8,7 +8,6 @@ import pytest
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import default_ladder
-from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.packing import PackedLayout
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import OutputKind, SamplingParams
@@ -22,6 +21,7 @@ from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.runner import PendingStep, StepResult
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.text.tokenizer import ids_only_tokenizer
+from tests.core.fake_device import make_limits
 
 VOCAB, PAGE_SIZE, MAX_LEN = 64_000, 16, 1024
 LIST = np.random.default_rng(0).integers(1000, VOCAB, 300)
@@ -94,12 +94,11 @@ def timed(monkeypatch, tmp_path):
         device = TimedDevice(**device_fields)
         monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: device.now))
         speculation, pool = SPECULATION if guesses else None, PagePool(2 + rows * 64, PAGE_SIZE)
-        limits = SchedulerLimits(
+        limits = make_limits(
             max_num_seqs=rows,
             max_num_batched_tokens=2048,
             max_model_len=MAX_LEN,
             enable_prefix_caching=False,
-            long_prefill_token_threshold=0,
             reserve_full_prompt=True,
             speculation=speculation,
             single_cost=single_cost or (2.0 if steps > 1 else 1.0),
