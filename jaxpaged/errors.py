@@ -39,6 +39,13 @@ class RequestError(JaxPagedError):
         super().__init__(message)
         self.param = param
 
+    def name_field(self, param: str | None) -> None:
+        """Name the field that the client wrote instead of the one that was made of it."""
+        before, self.param = self.param, param
+        text = str(self)
+        if before and param and text.startswith(f"{before} is "):
+            self.args = (param + text.removeprefix(before),)
+
 
 class PromptTooLong(RequestError):
     """Prompt and requested completion do not fit the model's context."""

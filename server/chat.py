@@ -19,9 +19,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             **(body.chat_template_kwargs or {}),
         }
         model = server.check_model(body.model)
-        job = await chat_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
         try:
+            job = await chat_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
             return await respond(request, server, job, "chat_completions")
         except RequestError as error:
-            error.param = client_field(body, error.param)
+            error.name_field(client_field(body, error.param))
             raise

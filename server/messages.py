@@ -37,7 +37,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
             return await _respond(request, server, job)
         except RequestError as error:
             param = client_field(chat, error.param)
-            error.param = _NAMES.get(param or "", param)
+            error.name_field(_NAMES.get(param or "", param))
             raise
 
 

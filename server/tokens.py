@@ -29,7 +29,9 @@ async def tokenize(request: web.Request) -> web.Response:
         check_text(body.prompt, engine)
         adds = body.add_special_tokens is not False
         ids = await asyncio.to_thread(engine.tokenizer.encode, body.prompt, adds)
-    strings = engine.tokenizer.tokens(ids) if body.return_token_strs else None
+    strings = None
+    if body.return_token_strs:
+        strings = await asyncio.to_thread(engine.tokenizer.tokens, ids)
     answer = {
         "count": len(ids),
         "max_model_len": engine.max_model_len,
@@ -43,8 +45,12 @@ async def detokenize(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     body = decode_body(await read_body(request), _DETOKENIZE)
     engine = server.engine_of(body.model)
-    check_ids("tokens", body.tokens, engine.vocab)
-    text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, False)
+
+    def decode() -> str:
+        check_ids("tokens", body.tokens, engine.vocab)
+        return engine.tokenizer.decode(body.tokens, False)
+
+    text = await asyncio.to_thread(decode)
     return web.Response(body=encode({"prompt": text}), content_type="application/json")
 
 

@@ -124,7 +124,7 @@ class AsyncLLM(ServedEngine):
 
         The caller must `release` it, whatever happens. Raises what `generate` raises.
         """
-        text, ids = await self.encode(prompt)
+        text, ids = await self._encoded(prompt, sampling_params)
         make_request = functools.partial(
             self._parts.inputs.request,
             ids,

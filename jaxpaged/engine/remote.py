@@ -161,7 +161,7 @@ class RemoteLLM(ServedEngine):
 
         The caller must `release` it, whatever happens.
         """
-        text, ids = await self.encode(prompt)
+        text, ids = await self._encoded(prompt, sampling_params)
         order = Order(
             request_id or uuid.uuid4().hex,
             ids,

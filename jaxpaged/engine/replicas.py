@@ -179,7 +179,7 @@ class ReplicaSet(ServedEngine):
 
         One with a pin goes to all replicas. The caller must `release` it, whatever happens.
         """
-        text, ids = await self.encode(prompt)
+        text, ids = await self._encoded(prompt, sampling_params)
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._sinks:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id")

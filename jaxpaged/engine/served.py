@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.beams import BeamSearchParams
-from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.core.params import OutputKind, SamplingParams, check_token_ids
 from jaxpaged.core.request import Pin, Request
 from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.beam_search import check_room
@@ -17,6 +17,7 @@ from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.served_beams import BeamSearch
 from jaxpaged.engine.texts import PromptTexts
+from jaxpaged.errors import PromptTooLong
 from jaxpaged.metrics import EngineLoad
 from jaxpaged.text.templates import ChatTemplate
 
@@ -108,6 +109,20 @@ class ServedEngine(ABC):
     async def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text and ids of a prompt; a long text is tokenised in a worker thread."""
         return await self._texts.encode(prompt)
+
+    async def _encoded(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[str | None, list[int]]:
+        """Text and ids of a prompt, unless a look at their numbers refuses the request.
+
+        So an engine elsewhere is never told what it could only refuse, however much it is.
+        """
+        check_token_ids(params, self.vocab)
+        text, ids = await self.encode(prompt)
+        if len(ids) > self.max_model_len:
+            most = 1 if params.max_tokens is None else params.max_tokens
+            raise PromptTooLong(len(ids), most, self.max_model_len)
+        return text, ids
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], /, **options: Any

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxpaged.openai.nesting import TOO_DEEP, is_too_deep
+from jaxpaged.openai.json_bounds import out_of_bounds
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ID = 512  # characters
@@ -53,8 +53,9 @@ def read_lines(
 
 
 def _read(number: int, raw: bytes, urls: Collection[str]) -> Line | BadLine:
-    if is_too_deep(raw):
-        return BadLine(number, None, TOO_DEEP)
+    found = out_of_bounds(raw)
+    if found is not None:
+        return BadLine(number, None, found)
     try:
         given: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -118,6 +118,8 @@ def client_field(body: ChatRequest, param: str | None) -> str | None:
     """The request's own field for one that was made of it."""
     if param == "structured_outputs" and body.structured_outputs is None:
         return "tools" if body.response_format is None else "response_format"
+    if param == "max_tokens" and body.max_completion_tokens is not None:
+        return "max_completion_tokens"
     return "messages" if param == "prompt" else param
 
 

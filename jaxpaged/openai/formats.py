@@ -42,6 +42,12 @@ def _of_response_format(given: Any) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json=_schema(given.get("json_schema")))
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=msgspec.json.encode(given).decode())
+    if kind is None:
+        raise RequestError(
+            f'response_format must be an object with a type, as {{"type": "text"}}: {_KINDS} are '
+            "served",
+            param="response_format",
+        )
     raise UnsupportedParameter(
         f"response_format has type {str(kind)[:40]!r}: {_KINDS} are served",
         param="response_format",

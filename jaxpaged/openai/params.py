@@ -170,7 +170,7 @@ def beam_params(body: SamplingFields, params: SamplingParams, room: int) -> Beam
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
     except RequestError as error:
-        error.param = "n" if error.param == "beam_width" else error.param
+        error.name_field("n" if error.param == "beam_width" else error.param)
         raise
 
 

@@ -9,10 +9,12 @@ from jaxpaged.core.params import check_ids
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError, UnsupportedParameter
-from jaxpaged.openai.nesting import TOO_DEEP, is_too_deep
+from jaxpaged.openai.json_bounds import out_of_bounds
 from jaxpaged.openai.schema import ChatRequest, ConversationFields
 
 MAX_PROMPTS = 2048  # prompts times n, in one request
+MAX_TEMPLATE_KWARGS = 128
+MAX_CUT_TEXT = 2**23  # characters of a text of which truncate_prompt_tokens keeps a part
 
 type Prompt = str | list[int]
 
@@ -33,10 +35,16 @@ def completion_prompts(
             param="prompt",
         )
     for one in prompts:
-        if not isinstance(one, str):
-            check_ids("prompt", one, engine.vocab)
-        elif not may_be_long:
-            check_text(one, engine)
+        if isinstance(one, str):
+            check_text(one, engine, is_cut=may_be_long)
+            continue
+        if len(one) > engine.max_model_len and not may_be_long:
+            raise RequestError(
+                f"prompt has {len(one)} tokens, over the model's context of "
+                f"{engine.max_model_len}: shorten it by {len(one) - engine.max_model_len}",
+                param="prompt",
+            )
+        check_ids("prompt", one, engine.vocab)
     return prompts
 
 
@@ -56,10 +64,25 @@ def _as_list(prompt: Any) -> list[Prompt]:
     )
 
 
-def check_text(text: str, engine: ServedEngine | ServedPooling, param: str = "prompt") -> None:
-    """Refuse a text that cannot fit, before the work of encoding it."""
+def check_text(
+    text: str,
+    engine: ServedEngine | ServedPooling,
+    param: str = "prompt",
+    *,
+    is_cut: bool = False,
+) -> None:
+    """Refuse a text that cannot fit, before the work of encoding it.
+
+    One whose tokens will be cut may be longer, though not as long as to occupy a thread for good.
+    """
     most = engine.max_model_len * engine.tokenizer.max_token_chars
-    if len(text) > most:
+    if is_cut and len(text) > max(most, MAX_CUT_TEXT):
+        raise RequestError(
+            f"{param} has {len(text)} characters, allowed are {max(most, MAX_CUT_TEXT)} of a text "
+            "that is cut: shorten it",
+            param=param,
+        )
+    if len(text) > most and not is_cut:
         raise RequestError(
             f"{param} has {len(text)} characters; {engine.max_model_len} tokens hold at most "
             f"{most}: shorten it",
@@ -80,6 +103,11 @@ async def encode_chat(
     if not messages:
         raise RequestError("messages is empty: it needs at least one", param="messages")
     options = dict(body.chat_template_kwargs or {})
+    if len(options) > MAX_TEMPLATE_KWARGS:
+        raise RequestError(
+            f"chat_template_kwargs has {len(options)} entries, allowed are {MAX_TEMPLATE_KWARGS}",
+            param="chat_template_kwargs",
+        )
     if isinstance(body, ChatRequest):
         if body.reasoning_effort is not None:
             options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -97,8 +125,8 @@ async def encode_chat(
             param="chat_template_kwargs",
         )
     is_cut = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None
-    for text in () if is_cut else _texts(messages):
-        check_text(text, engine, "messages")
+    for text in _texts(messages):
+        check_text(text, engine, "messages", is_cut=is_cut)
     if body.chat_template is not None and not engine.model_settings.trust_request_chat_template:
         raise UnsupportedParameter(
             "chat_template is not taken from requests here: the server would need "
@@ -165,8 +193,9 @@ def _parsed_calls(where: str, given: Any) -> list[dict[str, Any]]:
 
 def _json(where: str, text: str) -> Any:
     data = text.encode() or b"{}"
-    if is_too_deep(data):
-        raise RequestError(f"{where} has arguments {TOO_DEEP}", param=where)
+    found = out_of_bounds(data)
+    if found is not None:
+        raise RequestError(f"{where} has arguments {found}", param=where)
     try:
         return msgspec.json.decode(data)
     except msgspec.DecodeError:

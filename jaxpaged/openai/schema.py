@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 
 from jaxpaged.errors import RequestError
-from jaxpaged.openai.nesting import TOO_DEEP, is_too_deep
+from jaxpaged.openai.json_bounds import out_of_bounds
 
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
@@ -167,11 +167,12 @@ def decode_body[T](data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Read JSON into a request.
 
     Raises:
-        RequestError: no JSON, JSON nested too deep, or a field of another type; `param` is the
-            field's path.
+        RequestError: no JSON, JSON nested too deep or of too many values, or a field of another
+            type; `param` is the field's path.
     """
-    if is_too_deep(data):
-        raise RequestError(f"the body is {TOO_DEEP}")
+    found = out_of_bounds(data)
+    if found is not None:
+        raise RequestError(f"the body is {found}")
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:

@@ -29,6 +29,7 @@ async def merged(sources: Sequence[Outputs]) -> Numbered:
             async with asyncio.TaskGroup() as group:
                 for number, source in enumerate(sources):
                     group.create_task(forward(number, source))
+                    await asyncio.sleep(0)  # each is encoded in its own pass of the loop
         finally:
             queue.put_nowait(None)
 

@@ -113,7 +113,11 @@ class MaskFiller:
         has_left: list[bool] = allowed.any(axis=1).tolist()
         for row, left, has_any in zip(rows, allowed, has_left, strict=True):
             if row.matcher.ll.is_error():
-                row.matcher.failure = f"the grammar failed: {row.matcher.ll.get_error()[:200]}"
+                said = " ".join(row.matcher.ll.get_error().split()).removesuffix(" <non-verbose/>")
+                row.matcher.failure = (
+                    f"after {len(row.token_ids)} tokens of the answer the grammar lets none follow "
+                    f"({said[:200]}): correct it"
+                )
             elif not has_any:
                 row.matcher.failure = "the grammar and allowed_token_ids leave no token"
             else:

@@ -94,13 +94,21 @@ async def test_an_abort_ends_answers_where_they_are(remote):
     await until(lambda: not llm.load.num_running)
 
 
-async def test_what_cannot_be_sent_is_refused_and_harms_nobody(remote):
+async def test_what_cannot_be_sent_is_refused_and_harms_nobody(remote, monkeypatch):
     llm = await remote()
     params = SamplingParams(temperature=0, max_tokens=3, output_kind=OutputKind.DELTA)
     with pytest.raises(RequestError, match="64 bits"):
         async for _ in llm.generate("ABC", params, priority=2**64):
             pass
     assert await text_of(llm, "ABC", params) == "DEF"
+    monkeypatch.setattr(llm, "submit_order", None)  # what can only be refused is not sent at all
+    for prompt, given, param in (
+        ([1] * 3000, params, "prompt"),
+        ("A", SamplingParams(stop_token_ids=[10**40]), "stop_token_ids"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            await text_of(llm, prompt, given)
+        assert caught.value.param == param
 
 
 async def test_an_error_that_nobody_foresaw_leaves_no_request_waiting(remote):

@@ -158,6 +158,14 @@ def test_a_row_that_loses_its_grammar_fails_alone(tiny):
     check(SCHEMA, fine)
 
 
+def test_a_grammar_that_leads_nowhere_says_so_in_one_line(tiny):
+    nowhere = held_to(grammar='start: start "a"')
+    (output,) = tiny.generate([PROMPT], [nowhere])
+    assert output.outputs[0].finish_reason == "error"
+    assert output.error.startswith("after 0 tokens of the answer the grammar lets none follow")
+    assert "\n" not in output.error
+
+
 def test_too_few_tokens_are_refused_with_the_number_that_is_needed(tiny):
     schema = {"type": "object", "properties": {"k": {"enum": ["abc"]}}, "required": ["k"]}
     with pytest.raises(RequestError, match=r"takes 11 tokens") as caught:

@@ -1,10 +1,12 @@
 """What only an attacker or a broken proxy sends: told as all errors are, and nobody is harmed."""
 
 import asyncio
+import io
 
 import msgspec
 import pytest
 
+from jaxpaged.openai.json_bounds import MAX_PARTS, MAX_VALUES, out_of_bounds
 from server.state import ServerLimits
 from tests.server.conftest import CHAT, COMPLETIONS, Running
 from tests.server.test_slow_clients import ASK, connect
@@ -133,6 +135,43 @@ async def test_what_is_nested_too_deep_is_refused_wherever_it_stands(server, pat
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     reply = await server.post({"messages": messages}, CHAT)
     assert "arguments nested over 128" in reply.error["message"]
+
+
+SAID = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,'
+MANY = {
+    "texts": (COMPLETIONS, b'{"prompt":[%b"a"]}' % (b'"a",' * MAX_PARTS)),
+    "lists": (COMPLETIONS, b'{"prompt":"A","unknown":[%b[]]}' % (b"[]," * MAX_PARTS)),
+    "names": (CHAT, SAID + b'"metadata":{%b"":1}}' % (b'"k":1,' * MAX_PARTS)),
+    "token ids": ("/detokenize", b'{"tokens":[%b1]}' % (b"1," * MAX_VALUES)),
+    "messages": ("/v1/messages", b'{"messages":[%b{}]}' % (b"{}," * MAX_PARTS)),
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+async def test_more_values_than_can_be_read_in_passing_are_refused_unread(server, kind):
+    path, data = MANY[kind]
+    reply = await server.send("POST", path, data=io.BytesIO(data))
+    assert (reply.status, reply.error["param"]) == (400, None)
+    assert "made of over" in reply.error["message"]
+    arguments = {"name": "f", "arguments": "[" + "{}," * MAX_PARTS}
+    messages = [{"role": "assistant", "tool_calls": [{"function": arguments}]}]
+    reply = await server.post({"messages": messages}, CHAT)
+    assert "arguments made of over" in reply.error["message"]
+
+
+@pytest.mark.parametrize("text", ['[{"a",' * 80_000, '\\"[' * 80_000, "[" * 300_000])
+def test_what_stands_inside_a_text_has_no_bound(text):
+    data = msgspec.json.encode({"prompt": text, "stop": ["\\", '"']})
+    assert out_of_bounds(data) is None
+    assert out_of_bounds(data + b"[" * 200) is not None
+
+
+async def test_values_just_within_the_bound_are_read(server):
+    data = b'{"prompt":"ABC","max_tokens":3,"temperature":0,"unknown":[%b1]}' % (b"1," * 10**6)
+    assert (await server.send("POST", COMPLETIONS, data=io.BytesIO(data))).text == "DEF"
+    reply = await server.post({"prompt": [1] * 3000})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    assert "over the model's context of 2048" in reply.error["message"]
 
 
 async def test_ids_of_any_characters_are_echoed_without_breaking_head_or_log(server, caplog):

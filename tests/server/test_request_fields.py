@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from jaxpaged.openai import prompts
 from server.state import ServerLimits
 from tests.server.conftest import CHAT
 
@@ -92,6 +93,33 @@ async def test_the_operator_bounds_logprobs(start):
 async def test_what_is_out_of_bounds_is_refused_by_name(server, more, param):
     reply = await server.post({"prompt": "ABC", "max_tokens": 2} | more)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_a_refusal_names_the_field_that_the_client_wrote(server):
+    names = {"max_tokens": -1, "max_completion_tokens": -1}
+    for name, value in names.items():
+        reply = await server.post(HELLO | {name: value}, CHAT)
+        assert (reply.status, reply.error["param"]) == (400, name)
+        assert reply.error["message"].startswith(f"{name} is -1")
+    beams = {"prompt": "A", "use_beam_search": True, "n": 11}
+    assert (await server.post(beams)).error["message"].startswith("n is 11")
+
+
+async def test_a_text_that_is_cut_may_be_long_and_not_endless(server, monkeypatch):
+    monkeypatch.setattr(prompts, "MAX_CUT_TEXT", 100_000)
+    for size, status in ((99_000, 200), (101_000, 400)):
+        cut = {"max_tokens": 1, "truncate_prompt_tokens": 5}
+        message = {"messages": [{"role": "user", "content": "A" * size}]}
+        assert (await server.post(cut | {"prompt": "A" * size})).status == status
+        assert (await server.post(cut | message, CHAT)).status == status
+
+
+async def test_values_for_the_template_are_few(server):
+    reply = await server.post(
+        HELLO | {"chat_template_kwargs": {f"k{i}": 1 for i in range(129)}}, CHAT
+    )
+    assert (reply.status, reply.error["param"]) == (400, "chat_template_kwargs")
+    assert "129" in reply.error["message"]
 
 
 async def test_values_for_the_template_may_have_any_name(start):

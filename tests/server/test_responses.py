@@ -295,6 +295,7 @@ async def test_a_failed_response_says_so(server):
         ({"truncation": "auto"}, "truncation"),
         ({"background": True, "store": False}, "background"),
         ({"max_output_tokens": 10**6}, "input"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"conversation": "x"}, "conversation"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
     ],
@@ -302,3 +303,4 @@ async def test_a_failed_response_says_so(server):
 async def test_what_cannot_be_answered_is_refused_by_name(server, more, param):
     reply = await server.post(ask() | more, PATH)
     assert (reply.status, reply.error["param"]) == (400, param)
+    assert "max_tokens is -1" not in reply.error["message"]

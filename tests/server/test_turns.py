@@ -46,6 +46,19 @@ async def test_bodies_that_arrive_at_once_are_read_one_in_a_pass_of_the_loop(ser
     assert len(set(seen)) == len(seen) == 8
 
 
+async def test_prompts_of_one_request_are_encoded_one_in_a_pass_of_the_loop(server, monkeypatch):
+    encode, seen, passes = server.llm.encode, [], Passes()
+
+    def noting(prompt):
+        seen.append(passes.number)
+        return encode(prompt)
+
+    monkeypatch.setattr(server.llm, "encode", noting)
+    assert (await server.post({"prompt": ["ABC"] * 8, "max_tokens": 2})).status == 200
+    passes.stop()
+    assert len(set(seen)) == len(seen) == 8
+
+
 async def test_a_caller_that_leaves_passes_its_turn_on():
     turns, order = Turns(), []
 

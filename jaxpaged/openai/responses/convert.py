@@ -52,7 +52,7 @@ def naming_its_fields(chat: ChatRequest) -> Generator[None]:
         yield
     except RequestError as error:
         param = client_field(chat, error.param)
-        error.param = _NAMES.get(param or "", param)
+        error.name_field(_NAMES.get(param or "", param))
         raise
 
 
