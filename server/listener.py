@@ -57,7 +57,7 @@ class HttpProtocol(RequestHandler):
 
 
 class Listener:
-    """Accepts connections until `stop`, and ends them in `close`."""
+    """Accepts connections until `close`, which ends them."""
 
     def __init__(self, app: web.Application):
         self._runner = web.AppRunner(
@@ -92,14 +92,10 @@ class Listener:
             )
         return listener
 
-    def stop(self) -> None:
-        """Take no new connections."""
+    async def close(self) -> None:
+        """Take no new connections, and end every one; handlers that still run are cancelled."""
         if self._sockets is not None:
             self._sockets.close()
-
-    async def close(self) -> None:
-        """Stop, and end every connection; handlers that still run are cancelled."""
-        self.stop()
         await self._runner.cleanup()
 
     def _connect(self) -> TimedConnection:

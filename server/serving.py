@@ -58,7 +58,6 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
     await _first(stop.wait(), _until_stopped(state), watchdog)
     code = EXIT_DONE
     if stop.is_set() and state.is_running:
-        listener.stop()
         code = await _drain(state, at_once)
     else:
         code = EXIT_ENGINE_STOPPED

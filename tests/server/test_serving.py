@@ -1,6 +1,7 @@
 """A server's life: it drains on a signal, ends when its engine does, and refuses bad settings."""
 
 import asyncio
+import dataclasses
 import os
 import re
 import signal
@@ -76,6 +77,13 @@ async def test_a_signal_lets_streams_finish_and_ends_with_0(life):
     stream = asyncio.create_task(running.post(STREAM))
     await working(running)
     os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.05)
+    async with aiohttp.ClientSession() as session:  # connections that come now are answered too
+        late = dataclasses.replace(running, session=session)
+        refused, health = await late.post(STREAM), await late.get("/health")
+        assert (refused.status, health.status, health.body) == (503, 503, {"status": "draining"})
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await late.get("/health/live")).status == 200
     reply = await stream
     assert len("".join(reply.texts)) == 80
     assert await asyncio.wait_for(task, 10) == EXIT_DONE
