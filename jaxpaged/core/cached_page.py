@@ -21,6 +21,7 @@ class CachedPage:
     is_shared: bool  # sequences of every salt may read it
     step: int  # in whose plan it was registered
     chunk_id: int = 0  # what it is part of in host memory; 0: nothing
+    stretch: bytes = b""  # key of the last page of the stretch that it is in; empty: in none
 
 
 class Begun(NamedTuple):

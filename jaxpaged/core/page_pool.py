@@ -1,6 +1,6 @@
 """Who holds which page."""
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
@@ -43,7 +43,11 @@ class PagePool:
         self.evict_group = 1  # cached pages that lose their content together
         self.local: Companions | None = None  # where layers with a window have their own pages
         self._blank = list(range(num_pages - 1, 0, -1))  # taken from the end
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        # cached pages, oldest first; who was shared meanwhile stays in it, and only a page's last
+        # place counts: to take thousands out one by one would take long
+        self._line: deque[int] = deque()
+        self._num_places = [0] * num_pages  # of each page in that line
+        self._num_cached = 0
         self._num_holders = [0] * num_pages
         self._is_kept = bytearray(num_pages)  # known to the prefix cache, held or not
 
@@ -54,17 +58,17 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages that can be taken, the cached ones included."""
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + self._num_cached
 
     @property
     def num_cached(self) -> int:
         """Free pages whose content can still be found."""
-        return len(self._cached)
+        return self._num_cached
 
     @property
     def room(self) -> int:
         """Pages that can be taken together with their local pages."""
-        num_free = len(self._blank) + len(self._cached)
+        num_free = len(self._blank) + self._num_cached
         return num_free if self.local is None else min(num_free, self.local.pool.num_free)
 
     @property
@@ -112,8 +116,9 @@ class PagePool:
 
     def _evict(self, num_pages: int) -> list[int]:
         """Take the oldest cached pages out, whole groups if there are so many."""
-        num_pages = min(-(-num_pages // self.evict_group) * self.evict_group, len(self._cached))
-        page_ids = [self._cached.popitem(last=False)[0] for _ in range(num_pages)]
+        num_pages = min(-(-num_pages // self.evict_group) * self.evict_group, self._num_cached)
+        page_ids = self._leave_line(num_pages)
+        self._num_cached -= num_pages
         self.before_evict(page_ids)
         for page_id in page_ids:
             self._is_kept[page_id] = False
@@ -122,28 +127,52 @@ class PagePool:
                 self.local.forget(page_id)
         return page_ids
 
+    def _leave_line(self, num_pages: int) -> list[int]:
+        """Take the oldest cached pages out of the line."""
+        line, num_places, found = self._line, self._num_places, list[int]()
+        while len(found) < num_pages:
+            page_id = line.popleft()
+            num_left = num_places[page_id] = num_places[page_id] - 1
+            if not num_left and self._is_kept[page_id] and not self._num_holders[page_id]:
+                found.append(page_id)
+        return found
+
     def share(self, page_ids: Iterable[int]) -> None:
         """Add a holder to pages that are held or cached."""
-        holders, cached = self._num_holders, self._cached
+        holders, is_kept, num_cached = self._num_holders, self._is_kept, 0
         for page_id in page_ids:
-            if not holders[page_id]:
-                if page_id not in cached:
+            num_holders = holders[page_id]
+            if not num_holders:
+                if not is_kept[page_id]:
                     raise InvariantError(f"page pool: page {page_id} is blank and cannot be shared")
-                del cached[page_id]
-            holders[page_id] += 1
+                num_cached += 1
+            holders[page_id] = num_holders + 1
+        self._num_cached -= num_cached
 
     def give_back(self, page_ids: Seq[int]) -> None:
         """Remove a holder from one sequence's pages; of those, the last ones are evicted first."""
+        holders, is_kept, cached = self._num_holders, self._is_kept, list[int]()
         for page_id in reversed(page_ids):
-            if not self._num_holders[page_id]:
+            num_left = holders[page_id] - 1
+            if num_left < 0:
                 raise InvariantError(f"page pool: page {page_id} is given back and nobody holds it")
-            self._num_holders[page_id] -= 1
-            if self._num_holders[page_id]:
+            holders[page_id] = num_left
+            if num_left:
                 continue
-            if self._is_kept[page_id]:
-                self._cached[page_id] = None
+            if is_kept[page_id]:
+                cached.append(page_id)
             else:
                 self._blank.append(page_id)
+        self._num_cached += len(cached)
+        self._enter_line(cached)
+        if len(self._line) > 2 * self.num_pages:
+            self._enter_line(self._leave_line(self._num_cached))
+
+    def _enter_line(self, page_ids: Seq[int]) -> None:
+        num_places = self._num_places
+        for page_id in page_ids:
+            num_places[page_id] += 1
+        self._line.extend(page_ids)
 
     def keep(self, page_id: int) -> None:
         """The prefix cache knows this held page now: once free, it stays findable until taken."""
@@ -161,7 +190,7 @@ class PagePool:
         if self.local is not None:
             self.local.forget(page_id)
         if not self._num_holders[page_id]:
-            del self._cached[page_id]
+            self._num_cached -= 1
             self._blank.append(page_id)
 
     @property
@@ -187,8 +216,10 @@ class PagePool:
             InvariantError: a page is lost, or in two states at once.
         """
         places = Counter(self._blank)
-        places.update(self._cached.keys())
-        places.update(page_id for page_id, holders in enumerate(self._num_holders) if holders)
+        states = [*zip(self._num_holders, self._is_kept, strict=True)]
+        cached = [page_id for page_id, (n, is_kept) in enumerate(states) if is_kept and not n]
+        places.update(cached)
+        places.update([page_id for page_id, (n, _) in enumerate(states) if n])
         if places[0] or self._is_kept[0]:
             raise InvariantError("page pool: the null page was handed out")
         for page_id in range(1, self.num_pages):
@@ -198,12 +229,14 @@ class PagePool:
                 )
         if min(self._num_holders) < 0:
             raise InvariantError("page pool: a page has fewer than 0 holders")
-        kept = {page_id for page_id, is_kept in enumerate(self._is_kept) if is_kept}
-        astray = kept.intersection(self._blank) | (self._cached.keys() - kept)
-        if astray:
-            raise InvariantError(
-                f"page pool: pages {sorted(astray)} are free and wrongly kept or cached"
-            )
+        if len(cached) != self._num_cached or not self._line_has(cached):
+            raise InvariantError(f"page pool: pages {cached} are cached and counted wrongly")
+
+    def _line_has(self, cached: Seq[int]) -> bool:
+        """Whether all of these are in line, and places in it are counted as they are."""
+        counts = Counter(self._line)
+        as_counted = [counts[page_id] for page_id in range(self.num_pages)] == self._num_places
+        return as_counted and all([counts[page_id] for page_id in cached])
 
     def check_holders(self, page_lists: Iterable[Seq[int]]) -> None:
         """Compare the reference counts with the page lists of everyone who holds pages.

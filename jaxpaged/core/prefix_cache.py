@@ -10,9 +10,10 @@ from jaxpaged.core.cached_page import (
     parent_after,
     token_bytes_of,
 )
-from jaxpaged.core.hashing import HASH_BITS, as_bytes, page_hashes, shortened
+from jaxpaged.core.hashing import HASH_BITS, TOKEN_BYTES, as_bytes, page_hashes, shortened
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.sequence import Parent, Sequence
+from jaxpaged.core.stretches import Stretches
 from jaxpaged.errors import InvariantError
 
 
@@ -33,6 +34,7 @@ class PrefixCache:
         self._hash_bits = hash_bits
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
+        self._stretches = Stretches(self._by_key, pool.page_size)
         # pages begun by sequences whose followers copy them: exact tokens only, no hash
         self._begun: dict[tuple[Parent, bytes], tuple[int, int]] = {}  # page id, step
         self._begun_keys: dict[int, tuple[Parent, bytes]] = {}
@@ -62,7 +64,9 @@ class PrefixCache:
         for index in range(first, most):
             may_be_shared = index < self._longest_shared and isinstance(parent, tuple)
             if not may_be_shared and self._hash_bits == HASH_BITS:
-                found = self._find_plain(seq, index, most, parent)
+                if len(seq.page_hashes) < most:
+                    self._extend_hashes(seq)
+                found = self._stretches.find(seq, index, most, parent)
                 if found is not None:
                     return page_ids + found
             entry = self._entry_at(seq, index, parent)
@@ -71,22 +75,6 @@ class PrefixCache:
             page_ids.append(entry.page_id)
             parent = parent_after(entry, seq)
         return page_ids
-
-    def _find_plain(self, seq: Sequence, first: int, most: int, parent: Parent) -> list[int] | None:
-        """Likewise where none is shared by all, thousands in 2 ms; None if tokens differ."""
-        if len(seq.page_hashes) < most:
-            self._extend_hashes(seq)
-        by_key, entries = self._by_key, list[CachedPage]()
-        for key in seq.page_hashes[first:most]:
-            entry = by_key.get(key)
-            if entry is None or entry.parent != parent or not entry.page_id:
-                break
-            entries.append(entry)
-            parent = entry.prefix_id
-        start, end = (n * self.pool.page_size for n in (first, first + len(entries)))
-        if b"".join([entry.token_bytes for entry in entries]) != token_bytes_of(seq, start, end):
-            return None
-        return [entry.page_id for entry in entries]
 
     def find_begun(self, seq: Sequence, page_ids: list[int]) -> Begun | None:
         """A page to copy after the full pages `page_ids`, with all that is known of the sequence,
@@ -174,12 +162,15 @@ class PrefixCache:
             self._extend_hashes(seq)
         if seq.request.cache_root[0] == SHARED_SALT:
             self._longest_shared = max(self._longest_shared, num_pages)
-        for index in range(seq.num_registered_pages, num_pages):
+        first, page_bytes = seq.num_registered_pages, page_size * TOKEN_BYTES
+        token_bytes = token_bytes_of(seq, first * page_size, num_pages * page_size)
+        for index in range(first, num_pages):
             parent = seq.prefix if index else seq.request.cache_root
-            token_bytes = self._page_bytes(seq, index)
-            key = self._key(seq.page_hashes[index])
-            seq.prefix = self._enter(seq, key, seq.page_ids[index], parent, token_bytes)
+            at = (index - first) * page_bytes
+            key, own = self._key(seq.page_hashes[index]), token_bytes[at : at + page_bytes]
+            seq.prefix = self._enter(seq, key, seq.page_ids[index], parent, own)
             seq.num_registered_pages = index + 1
+        self._stretches.remember(seq, first, num_pages)
 
     def register_begun(self, seq: Sequence, num_tokens: int) -> None:
         """Make the page that the first `num_tokens` tokens end in findable by its followers.
@@ -231,6 +222,7 @@ class PrefixCache:
         lost = [page_id for page_id in known if not self.pool.is_kept(page_id)]
         if lost or len(known) != self.pool.num_kept:
             raise InvariantError(f"prefix cache: the pool keeps other pages; lost {lost}")
+        self._stretches.check(self._by_page)
 
     def _enter(
         self, seq: Sequence, key: bytes, page_id: int, parent: Parent, token_bytes: bytes
@@ -282,10 +274,12 @@ class PrefixCache:
 
     def _on_evict(self, page_id: int) -> None:
         entry = self._by_page.pop(page_id, None)
-        if entry is not None and entry.chunk_id:
-            entry.page_id = 0
-        elif entry is not None:
-            del self._by_key[entry.key]
+        if entry is not None:
+            self._stretches.drop(entry)
+            if entry.chunk_id:
+                entry.page_id = 0
+            else:
+                del self._by_key[entry.key]
         key = self._begun_keys.pop(page_id, None)
         if key is not None:
             del self._begun[key]

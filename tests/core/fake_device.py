@@ -58,7 +58,9 @@ def make_limits(**changes):
 def make_scheduler(num_pages=17, page_size=4, hash_bits=256, window=0, num_local_pages=0, **limits):
     pool = PagePool(num_pages, page_size)
     local = LocalPages(pool, window, num_local_pages) if window else None
-    return Scheduler(make_limits(**limits), pool, PrefixCache(pool, hash_bits), local)
+    cache = PrefixCache(pool, hash_bits)
+    cache._stretches.num_pages = 2  # prompts in tests are short
+    return Scheduler(make_limits(**limits), pool, cache, local)
 
 
 def add(scheduler, *seqs):

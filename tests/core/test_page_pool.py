@@ -148,7 +148,9 @@ def test_keeping_a_free_page_is_refused():
         (lambda pool: pool._blank.pop(), "is in 0 of"),
         (lambda pool: pool._blank.append(pool._blank[0]), "is in 2 of"),
         (lambda pool: pool._blank.append(0), "null page"),
-        (lambda pool: pool._is_kept.__setitem__(pool._blank[0], 1), "wrongly kept"),
+        (lambda pool: pool._is_kept.__setitem__(pool._blank[0], 1), "is in 2 of"),
+        (lambda pool: pool._line.append(2), "counted wrongly"),
+        (lambda pool: setattr(pool, "_num_cached", 1), "counted wrongly"),
         (lambda pool: pool._num_holders.__setitem__(pool._blank[0], -1), "is in 2 of|fewer than 0"),
     ],
 )

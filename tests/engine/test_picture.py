@@ -45,7 +45,7 @@ def page_byte(engine, page_id: int) -> int:
     if page_id == 0:
         return NULL
     if not num_holders:
-        return CACHED if page_id in pool._cached else BLANK
+        return CACHED if pool.is_kept(page_id) else BLANK
     if num_holders > 1:
         return SHARED
     return FIRST_OWNER + owners[0] % NUM_OWNERS if owners else PINNED
