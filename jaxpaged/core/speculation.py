@@ -13,6 +13,7 @@ BEGIN, GO_ON = 1.2, 1.05  # gain in tokens a second from which on drafting begin
 # time from one step of a row with drafts to its next, in steps that wait for nobody: the host must
 # have read it, where all rows wait, or beside others that need not; and each further token's
 ALL_WAIT, BESIDE_OTHERS, A_TOKEN = 1.5, 2.0, 0.01
+LEAST_RATE = 1 - 1 / (GO_ON * ALL_WAIT)  # of right guesses: with less no length gains so much
 
 
 def draft_cost(wait: float, num_rows: int, num_guessed: int) -> float:
@@ -50,6 +51,8 @@ def best_lengths(
             several in one program.
     """
     num_rows, found = len(rates), list[tuple[int, float]]()
+    if max(rates, default=0.0) <= LEAST_RATE:
+        return [0] * num_rows
     for wait in (ALL_WAIT, BESIDE_OTHERS):
         sizes = num_rows, most
         found = [

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from jaxpaged.core.draft_pace import DraftPace
+from jaxpaged.core.hashing import TOKEN_BYTES, as_bytes
 from jaxpaged.core.limits import SchedulerLimits, StopCause, stop_cause
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.plan import PlanDraft, PlannedRow, Sampled, StepPlan
@@ -16,8 +17,9 @@ from jaxpaged.errors import InvariantError
 
 FIRST_RATE = 0.9  # of a draft model's right guesses, before anything is known
 FORGET = 1 / 256  # of what is known of a draft model, with each token that it did not guess
-TOKENS_A_STEP = 2048  # of a text that are looked through in one step, so that none takes long
+TOKENS_A_STEP = 1024  # of all texts that are looked through in one step, so that none takes long
 MEMORY = 0.8  # weight of the past in the rate of right guesses
+RECENT = 32  # tokens that matter to that rate
 
 
 type _Verified = tuple[int, PlannedRow, int, StopCause | None]
@@ -34,25 +36,40 @@ class _Text:
         self.rate = 0.0  # of tokens that were guessed right, recent ones counting more
         self.guess = -1  # the place whose token is expected next; -1 where nothing was found
         self._shortest, self._longest = shortest, longest
-        self._places: dict[tuple[int, ...], int] = {}
+        self._places: dict[bytes, int] = {}
 
-    def read(self) -> bool:
-        """Look through the new tokens, at most TOKENS_A_STEP; whether that was all."""
-        ids, places, shortest = self.seq.token_ids, self._places, self._shortest
+    def read(self, most: int) -> bool:
+        """Look through the new tokens, at most so many; whether that was all."""
+        ids, places, longest = self.seq.token_ids, self._places, self._longest
+        shortest = self._shortest * TOKEN_BYTES
         num_prompt, guess, rate = self.seq.num_prompt_tokens, self.guess, self.rate
-        end = min(len(ids), self.num_seen + TOKENS_A_STEP)
-        for i in range(self.num_seen, end):
+        end = min(len(ids), self.num_seen + most)
+        first = max(self.num_seen, min(end, num_prompt) - 1, end - RECENT)
+        if first > self.num_seen:
+            self._note_runs(self.num_seen, first)
+            guess = -1
+        for i in range(first, end):
             if i >= num_prompt:
                 hit = guess >= 0 and ids[guess] == ids[i]
                 rate = MEMORY * rate + (1.0 - MEMORY) * hit
-            guess = -1
-            for length in range(min(self._longest, i + 1), shortest - 1, -1):
-                run = tuple(ids[i + 1 - length : i + 1])
+            guess, run = -1, as_bytes(ids[max(i + 1 - longest, 0) : i + 1])
+            while len(run) >= shortest:
                 if guess < 0:
                     guess = places.get(run, -1)
                 places[run] = i + 1
+                run = run[TOKEN_BYTES:]
         self.num_seen, self.guess, self.rate = end, guess, rate
         return end == len(ids)
+
+    def _note_runs(self, first: int, end: int) -> None:
+        """Note where the runs end that end with these tokens, many at a time."""
+        begin = max(first + 1 - self._longest, 0)
+        known, places = as_bytes(self.seq.token_ids[begin:end]), self._places
+        for length in range(self._shortest, self._longest + 1):
+            num_bytes = length * TOKEN_BYTES
+            for i in range(max(first + 1, length), end + 1):
+                at = (i - begin) * TOKEN_BYTES
+                places[known[at - num_bytes : at]] = i
 
     @property
     def is_up_to_date(self) -> bool:
@@ -76,7 +93,7 @@ class _Guessed:
     def __init__(self, seq: Sequence):
         self.seq, self.rate, self.num_seen = seq, FIRST_RATE, len(seq.token_ids)
 
-    def read(self) -> bool:
+    def read(self, most: int) -> bool:
         """Nothing of the text is looked at; who is not guessed for is tried again some day."""
         num_tokens = len(self.seq.token_ids)
         if not self.seq.needs_read_tokens:
@@ -141,12 +158,12 @@ class Speculator:
 
     def _choose(self, running: Collection[Sequence]) -> None:
         texts, rates, limits = self._texts, list[float](), list[float]()
-        self._has_news = False
+        self._has_news, most = False, TOKENS_A_STEP // max(len(running), 1)
         for seq in running:
             text = texts.get(seq.seq_id)
             if text is None:
                 text = texts[seq.seq_id] = self._begin(seq)
-            if not text.read():
+            if not text.read(most):
                 self._has_news = True
             rates.append(round(text.rate, 2))
             limits.append(GO_ON if seq.seq_id in self._lengths else BEGIN)

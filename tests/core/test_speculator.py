@@ -2,14 +2,20 @@ import zlib
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpaged.config.speculation import Speculation
+from jaxpaged.core import speculator
+from jaxpaged.core.hashing import as_bytes
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.recording import RecordedScheduler, replay
 from jaxpaged.core.speculation import best_lengths, count_right
+from jaxpaged.core.speculator import _Text
 from tests.core.fake_device import (
     VOCAB,
     Loop,
+    commit,
     generate_alone,
     make_limits,
     make_scheduler,
@@ -225,3 +231,38 @@ def test_guessing_that_costs_much_is_done_less():
     lengths = [length_of(0.7, 1, 8, cost) for cost in (0.0, 0.1, 0.2, 1.0)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[1] > lengths[3] == 0
+
+
+@given(
+    ids=st.lists(st.integers(0, 2), min_size=1, max_size=90),
+    num_prompt=st.integers(1, 90),
+    lengths=st.sampled_from([(1, 1), (2, 4), (3, 3)]),
+    most=st.integers(1, 90),
+)
+def test_a_text_is_known_alike_however_much_is_read_at_once(ids, num_prompt, lengths, most):
+    seq = make_sequence(0, ids)
+    seq.num_prompt_tokens = min(num_prompt, len(ids))
+    text, one_by_one = _Text(seq, *lengths), _Text(seq, *lengths)
+    while not text.read(most):
+        pass
+    while not one_by_one.read(1):
+        pass
+    assert text.continuation(5) == one_by_one.continuation(5)
+    assert text.rate == pytest.approx(one_by_one.rate, abs=1e-3)
+    for end in range(lengths[0], len(ids) + 1):  # every run is known where it ended last
+        run = ids[end - lengths[0] : end]
+        ends = [i for i in range(end, len(ids) + 1) if ids[i - lengths[0] : i] == run]
+        assert text._places[as_bytes(run)] == ends[-1]
+
+
+def test_no_step_looks_through_many_texts_at_once(monkeypatch):
+    monkeypatch.setattr(speculator, "TOKENS_A_STEP", 12)
+    scheduler = make_scheduler(num_pages=81, speculation=SPECULATION, max_model_len=160)
+    texts, most = scheduler._speculator._texts, 0
+    for seq in some_sequences(4):
+        scheduler.add(seq)
+    for token in range(100, 160):  # none comes twice: nothing is guessed
+        before = sum([text.num_seen for text in texts.values()])
+        commit(scheduler, scheduler.schedule(), token)
+        most = max(most, sum([text.num_seen for text in texts.values()]) - before)
+    assert 0 < most <= 12
