@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
-    from jaxpaged.engine import advice, capacity, factory, memory  # bring JAX, which takes seconds
+    from jaxpaged.engine import advice, capacity, memory, opening  # bring JAX, which takes seconds
     from jaxpaged.engine.compiled_memory import compiled_workspace
     from jaxpaged.engine.pooling.memory import planned_bytes
     from jaxpaged.engine.swapping import swap_limits
@@ -84,16 +84,16 @@ def _print_plan(config: EngineConfig, args: argparse.Namespace) -> int:
     memory.limit_device_memory(config.cache.gpu_memory_utilization)
     device = memory.named_device(gpu) if gpu else memory.present_device(config)
     platform = "cpu" if device.is_cpu else "gpu"
-    dtype = factory.model_dtype(config.model.dtype, platform)
+    dtype = opening.model_dtype(config.model.dtype, platform)
     embedding, embedding_bytes = embedding_config(args), 0
     if embedding is not None and share_devices(config, embedding):
-        its_dtype = factory.model_dtype(embedding.model.dtype, platform)
+        its_dtype = opening.model_dtype(embedding.model.dtype, platform)
         embedding_bytes = planned_bytes(embedding, its_dtype, device)
         config = leave_room(config, embedding_bytes / device.total_bytes)
     # of a hub model only the small files are fetched
     shapes_only = dataclasses.replace(config.model, load_format="dummy")
     placement = planned_placement(config.parallel)
-    files = factory.open_files(
+    files = opening.open_files(
         dataclasses.replace(config, model=shapes_only), dtype, placement=placement
     )
     model, weights = files.config, capacity.weight_bytes(files.all_params, files.config, placement)

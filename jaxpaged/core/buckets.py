@@ -32,9 +32,10 @@ _SIZES: dict[str, tuple[_Sizes, _Sizes, tuple[SamplerKind, ...]]] = {
 _TOKENS_OF_FEW = (128, 256, 512)  # on a GPU: a short prompt alone need not sample for all rows
 _FEW_SEQS = 8
 _DRAFT_TOKENS = (8, 16, 32, 64, 128)
-# rows of several decode steps in one program, of a small model, to which more rows cost little;
-# and of decode steps with their own sampler for bans and biases
+# rows of several decode steps in one program, of a small model, to which more rows cost little
 _CHAINED_SEQS = (1, 8, 32, 64, 128, 256, 512, 1024)
+# rows of steps without a sampler of their own, which few need so exactly: another stands in
+_WITHOUT: dict[SamplerKind, _Sizes] = {"masked": (160, 192, 224, 384, 768), "full": (160, 224)}
 # tokens of a step that scores a prompt
 _SCORED: dict[str, _Sizes] = {"cpu": (64, MAX_SCORED_TOKENS), "gpu": (MAX_SCORED_TOKENS,)}
 # what may stand in for a sampler that a size was not compiled with, cheapest first
@@ -180,7 +181,7 @@ def default_ladder(
 ) -> BucketLadder:
     """Sizes for a platform: on a CPU few, on a GPU padding is 5 to 10 % of a mixed step's tokens.
 
-    At a GPU's default limits there are 32 forward programs and 26 small sampling programs.
+    At a GPU's default limits there are 32 forward programs and 23 small sampling programs.
 
     Args:
         batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.
@@ -195,10 +196,11 @@ def default_ladder(
     few = set(tokens).intersection(_TOKENS_OF_FEW) if platform == "gpu" else ()
     buckets: list[Bucket] = []
     for name in samplers:
-        rows = seqs if name != "masked" else [n for n in seqs if n in _CHAINED_SEQS]
-        buckets += [Bucket("decode", name, n, n) for n in rows]
-        buckets += [Bucket("mixed", name, n, min(n, max_num_seqs)) for n in tokens]
-        buckets += [Bucket("mixed", name, n, min(_FEW_SEQS, max_num_seqs)) for n in few]
+        sized = [Bucket("decode", name, n, n) for n in seqs]
+        sized += [Bucket("mixed", name, n, min(n, max_num_seqs)) for n in tokens]
+        sized += [Bucket("mixed", name, n, min(_FEW_SEQS, max_num_seqs)) for n in few]
+        without = set(_WITHOUT.get(name, ())) - {max_num_seqs}
+        buckets += [bucket for bucket in sized if bucket.num_seqs not in without]
     if speculation is not None:
         rows = min(speculation.max_rows, max_num_seqs)
         most = speculation.most_tokens(max_num_seqs, max_num_batched_tokens)

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from jaxpaged.arrays import Params
-from jaxpaged.engine.factory import EngineParts, open_files
+from jaxpaged.engine.factory import EngineParts
+from jaxpaged.engine.opening import open_files
 from jaxpaged.errors import EngineStopped, JaxPagedError, RequestError
 from jaxpaged.models.decoder import empty_like
 from jaxpaged.sharding import make_placement

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
-from jaxpaged.core.buckets import BucketLadder, default_ladder
+from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -27,10 +26,11 @@ from jaxpaged.engine.advice import memory_explained, plan_or_refuse
 from jaxpaged.engine.capacity import MemoryPlan, weight_bytes
 from jaxpaged.engine.collector import calm_collector
 from jaxpaged.engine.devices import use_devices
-from jaxpaged.engine.drafting import draft_cost, open_draft
+from jaxpaged.engine.drafting import draft_cost
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.memory import bytes_in_use, limit_device_memory, present_device, watch_devices
+from jaxpaged.engine.opening import ladder_of, model_dtype, open_files
 from jaxpaged.engine.page_metrics import watch_pages
 from jaxpaged.engine.starting import (
     can_be_told,
@@ -43,13 +43,12 @@ from jaxpaged.engine.starting import (
 )
 from jaxpaged.engine.swapping import swap_limits
 from jaxpaged.engine.texts import template_for, tokenizer_for
-from jaxpaged.layers.attention import AttentionOp, paged_attention
+from jaxpaged.layers.attention import AttentionOp
 from jaxpaged.layers.sampling import LogitsProcessor
 from jaxpaged.metrics import EngineMetrics
-from jaxpaged.sharding import Placement, make_placement
+from jaxpaged.sharding import make_placement
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer
-from jaxpaged.weights.loader import ModelFiles, open_model
 
 log = logging.getLogger(__name__)
 
@@ -97,15 +96,15 @@ def build_engine(
     phases: dict[str, float] = {}
     limit_device_memory(config.cache.gpu_memory_utilization)
     use_devices(config.parallel)
-    with _timed(phases, "device"):
-        platform = jax.default_backend()
-        dtype = model_dtype(config.model.dtype, platform)
-        device = present_device(config)
-        placement = make_placement(config.parallel)
     processors = dict(logits_processors or {})
-    is_warmed = compiles_all(config, warm)
-    is_told = is_warmed and can_be_told(placement, attention, processors)
-    with lowering_early(config, is_told) as early:
+    is_told = can_be_told(config.parallel, attention, processors)
+    with lowering_early(config, compiles_all(config, warm, is_cpu=False) and is_told) as early:
+        with _timed(phases, "device"):
+            dtype = model_dtype(config.model.dtype, jax.default_backend())
+            device = present_device(config)
+            placement = make_placement(config.parallel)
+        if early:
+            early.prepare(config)
         with _timed(phases, "weights"):
             files = open_files(config, dtype, attention, placement)
             weights = weight_bytes(files.all_params, files.config, placement)
@@ -122,7 +121,7 @@ def build_engine(
         programs = make_programs(
             config, plan, loaded, dtype, placement, attention, processors, early
         )
-        if is_warmed:
+        if compiles_all(config, warm, is_cpu=device.is_cpu):
             # before the pool takes the memory in which XLA tries ways to multiply
             with _timed(phases, "programs"), memory_explained(plan):
                 warm_up(programs, ladder_of(config), show_progress)
@@ -213,21 +212,6 @@ def _host_side(
     return _HostSide(scheduler, builder, ladder_of(config))
 
 
-def ladder_of(config: EngineConfig) -> BucketLadder:
-    """The buckets of an engine whose sizes are settled."""
-    sched = config.scheduler
-    assert sched.max_num_seqs is not None
-    assert sched.max_num_batched_tokens is not None
-    return default_ladder(
-        "cpu" if jax.default_backend() == "cpu" else "gpu",
-        sched.max_num_seqs,
-        sched.max_num_batched_tokens,
-        config.compile.batch_buckets,
-        config.compile.token_buckets,
-        sched.speculation,
-    )
-
-
 def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
     """Sampling fields from the model's generation_config.json and the operator's override."""
     found: dict[str, Any] = {}
@@ -240,27 +224,6 @@ def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
     found |= config.model.override_generation_config
     SamplingParams(**found)  # refuses nonsense now rather than at the first request
     return found
-
-
-def open_files(
-    config: EngineConfig,
-    dtype: np.dtype,
-    attention: AttentionOp | None = None,
-    placement: Placement | None = None,
-) -> ModelFiles:
-    """The configured model and its draft model, of which only the configuration is read."""
-    files = open_model(
-        config.model.model,
-        dtype=dtype,
-        load_format=config.model.load_format,
-        hf_overrides=config.model.hf_overrides,
-        revision=config.model.revision,
-        download_dir=config.model.download_dir,
-        attend=attention or paged_attention,
-        placement=placement,
-    )
-    draft = open_draft(config, files.config, dtype, placement)
-    return dataclasses.replace(files, draft=draft)
 
 
 def settled(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
@@ -279,13 +242,6 @@ def settled(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
         num_scheduler_steps=plan.num_scheduler_steps,
     )
     return dataclasses.replace(config, scheduler=scheduler)
-
-
-def model_dtype(name: str, platform: str) -> np.dtype:
-    """The type of weights, activations and KV."""
-    if name == "auto":
-        name = "float32" if platform == "cpu" else "bfloat16"
-    return jnp.dtype(name)
 
 
 def _served_name(config: EngineConfig) -> str:

@@ -1,7 +1,8 @@
 """Tracing and lowering in processes of their own, which take Python's lock from nobody.
 
-A child gets the engine's settings once, then names of programs, a line each; it answers with the
-program as JAX's portable export, or with `FAILED` and a reason, after their length in 8 bytes.
+A child gets the engine's settings, those that the engine settled on, then names of programs, a
+line each; it answers with the program as JAX's portable export, or with `FAILED` and a reason,
+after their length in 8 bytes.
 """
 
 import dataclasses
@@ -39,23 +40,32 @@ def lowering_setup(config: EngineConfig, pools: PoolSizes, max_len: int) -> dict
 class LoweringProcesses:
     """Children that lower programs by name, once they were told of the engine.
 
-    `lower` may be called by several threads.
+    They load their modules before `prepare`, and what it names before `tell`. `lower` may be called
+    by several threads.
     """
 
     def __init__(self, count: int):
-        # a child allocates nothing on the device, but opens it to see what it is, when it was told
+        # a child allocates nothing on the device, but opens it to see what it is, at `prepare`
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._children = [_start(environment) for _ in range(count)]
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
+    def prepare(self, config: EngineConfig) -> None:
+        """Have them open the device and the model's files, once this process has its memory."""
+        self._write(dataclasses.asdict(config))
+
     def tell(self, setup: dict[str, Any]) -> None:
-        """Say what `lowering_setup` made, once."""
+        """Say what `lowering_setup` made, once, after `prepare`."""
+        self._write(setup)
+        for child in self._children:
+            self._free.put(child)
+
+    def _write(self, data: dict[str, Any]) -> None:
         for child in self._children:
             assert child.stdin is not None
             with suppress(OSError):  # it ended already: `lower` will find that out
-                child.stdin.write(json.dumps(setup).encode() + b"\n")
+                child.stdin.write(json.dumps(data).encode() + b"\n")
                 child.stdin.flush()
-            self._free.put(child)
 
     def lower(self, name: str) -> bytes | None:
         """The export of a program; None where no child can give it."""

@@ -5,25 +5,36 @@ import gc
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpaged.config.settings import GROUPS, EngineConfig
 from jaxpaged.engine.drafting import DraftModel
-from jaxpaged.engine.factory import ladder_of, model_dtype, open_files
+from jaxpaged.engine.executables import load_kernel_runtime
 from jaxpaged.engine.lowering import FAILED, export_program
+from jaxpaged.engine.opening import ladder_of, model_dtype, open_files
 from jaxpaged.engine.program_source import ProgramSource
+from jaxpaged.weights.loader import ModelFiles
 
 
 def main() -> None:
-    """Read the setup, then answer names with exports until the input ends."""
+    """Read settings and setup, then answer names with exports until the input ends."""
     gc.disable()  # costs a fifth of the lowering, and this process lasts a minute
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the answers
+    config = _config(json.loads(requests.readline()))
+    load_kernel_runtime()
+    dtype = model_dtype(config.model.dtype, jax.default_backend())
+    # what the engine may have to fetch first is opened when it has
+    is_here = Path(config.model.model).exists() and config.scheduler.speculation is None
+    files = open_files(config, dtype) if is_here else None
     setup = json.loads(requests.readline())
     config = _config(setup["config"])
-    programs = _source(config, setup).all_programs(ladder_of(config))
+    source = _source(config, setup, files or open_files(config, dtype), dtype)
+    programs = source.all_programs(ladder_of(config))
     for line in requests:
         try:
             program = programs[line.decode().rstrip("\n")]()
@@ -34,10 +45,11 @@ def main() -> None:
         answers.flush()
 
 
-def _source(config: EngineConfig, setup: dict[str, Any]) -> ProgramSource:
+def _source(
+    config: EngineConfig, setup: dict[str, Any], files: ModelFiles, dtype: np.dtype
+) -> ProgramSource:
     """The same as the engine's, from shapes alone."""
-    dtype = model_dtype(config.model.dtype, jax.default_backend())
-    files, max_num_seqs = open_files(config, dtype), config.scheduler.max_num_seqs
+    max_num_seqs = config.scheduler.max_num_seqs
     assert max_num_seqs is not None
     return ProgramSource(
         files.graphdef,

@@ -45,6 +45,7 @@ from jaxpaged.sharding import spec_of
 RESET_LENGTHS = (256, 4096)  # padded history lengths of `reset_counts`, besides the longest
 FEW_TOKENS = 32  # up to here XLA's own Triton products read weights faster than cuBLAS does
 FUSION_SEARCH = "xla_gpu_experimental_enable_fusion_autotuner"
+SEARCH_LEVEL, UNCHECKED = "xla_gpu_autotune_level", 2  # cuBLAS is timed; its results are trusted
 WHOLE, LOGITS = PartitionSpec(), spec_of((None, "vocab"))
 
 
@@ -149,18 +150,8 @@ class ProgramSource:
         """All that the programs depend on besides their names."""
         split = jax.tree.leaves(jax.tree.map(_spec, (self._params, self._state)))
         devices = self.mesh and [device.id for device in self.mesh.devices.flat]
-        return programs_identity(
-            (
-                self._model,
-                self._stage,
-                self._logprobs_mode,
-                devices,
-                split,
-                *self._draft_identity(),
-            ),
-            self._params,
-            self._state,
-        )
+        named = (self._model, self._stage, self._logprobs_mode, devices, split)
+        return programs_identity((*named, *self._draft_identity()), self._params, self._state)
 
     @property
     def is_last(self) -> bool:
@@ -245,11 +236,17 @@ class ProgramSource:
         for bucket in ladder.chained_buckets() if self._chain_length > 1 else ():
             make = partial(self.chain, bucket, self._chain_length)
             programs[bucket.chain_name(self._chain_length)] = make
-        for bucket in ladder.all_buckets():  # few tokens come first: their products are searched
-            programs[bucket.forward_name] = partial(self.forward, bucket)
-        for bucket in ladder.all_buckets():
-            if bucket.needs_sampling and self.is_last:
-                programs[bucket.sample_name] = partial(self.sample, bucket)
+        buckets = ladder.all_buckets()
+        searched = [bucket for bucket in buckets if bucket.num_tokens <= FEW_TOKENS]
+        # samplers are lowered in a third of a forward program's time: they give every core work
+        # while the first forward programs are lowered, and the small ones leave none idle at last
+        large = [bucket for bucket in buckets if bucket.sampler in ("full", "scored")]
+        for forwards, samplers in ((searched, large), (buckets, buckets)):
+            for bucket in forwards:
+                programs[bucket.forward_name] = partial(self.forward, bucket)
+            for bucket in samplers:
+                if bucket.needs_sampling and self.is_last:
+                    programs[bucket.sample_name] = partial(self.sample, bucket)
         for length in self.reset_lengths if self.is_last else ():
             programs[f"reset {length}"] = partial(self.reset, length)
         for kind, width in self._page_programs:
@@ -300,7 +297,9 @@ def _options(bucket: Bucket) -> dict[str, Any]:
     """XLA's, of a program that multiplies by the weights."""
     if jax.default_backend() != "gpu":
         return {}
-    return {"xla_gpu_enable_triton_gemm": bucket.num_tokens <= FEW_TOKENS}
+    if bucket.num_tokens <= FEW_TOKENS:
+        return {"xla_gpu_enable_triton_gemm": True}
+    return {"xla_gpu_enable_triton_gemm": False, SEARCH_LEVEL: UNCHECKED}
 
 
 def shapes_of(tree: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a start needs of its programs: do the settings go together, what finds and compiles them."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,9 +12,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpaged.arrays import Params
-from jaxpaged.config.settings import EngineConfig
+from jaxpaged.config.settings import EngineConfig, ParallelSettings
 from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.engine.capacity import MemoryPlan
+from jaxpaged.engine.devices import count_gpus
 from jaxpaged.engine.drafting import DraftModel
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir
 from jaxpaged.engine.lowering import LoweringProcesses, lowering_setup
@@ -63,9 +65,9 @@ def make_programs(
     is_plain = attention is None and not processors  # nothing that only this process knows
     folder = cache_folder(config) if is_plain else None
     start_processes = None
-    if can_be_told(placement, attention, processors):
+    if can_be_told(config.parallel, attention, processors):
         setup = lowering_setup(config, plan.pools, plan.model.max_len)
-        start_processes = partial(_told, early, setup)
+        start_processes = partial(_told, early, config, setup)
     model = plan.model if placement is None else laid_out(plan.model, placement.num_shards)
     num_shards = 1 if placement is None else placement.num_shards
     draft = DraftModel.of(loaded, config.scheduler.speculation, num_shards)
@@ -95,31 +97,31 @@ def make_programs(
     return made
 
 
-def compiles_all(config: EngineConfig, warm: bool) -> bool:
+def compiles_all(config: EngineConfig, warm: bool, is_cpu: bool) -> bool:
     """Whether every program is to be ready at the start; see `build_engine`."""
     wanted = config.compile.warmup
-    return wanted == "all" or (wanted == "auto" and warm and jax.default_backend() != "cpu")
+    return wanted == "all" or (wanted == "auto" and warm and not is_cpu)
 
 
 def can_be_told(
-    placement: Placement | None,
+    parallel: ParallelSettings,
     attention: AttentionOp | None,
     processors: Mapping[str, LogitsProcessor],
 ) -> bool:
     """Whether another process can lower the programs from the configuration alone."""
     # an export does not say how its arguments are split
-    return placement is None and attention is None and not processors
+    return parallel.num_devices == 1 and attention is None and not processors
 
 
 @contextmanager
 def lowering_early(config: EngineConfig, is_wanted: bool) -> Iterator[LoweringProcesses | None]:
-    """Processes that will lower, and load what that takes while the weights are loaded.
+    """Processes that will lower, started before this one opens its device: they load meanwhile.
 
-    None where programs are on disk, for most likely all are, and on a CPU, where few are compiled.
+    None where programs are on disk, for most likely all are, and where no GPU is seen: on a CPU few
+    programs are compiled.
     """
-    folder = cache_folder(config)
-    is_warm = folder is not None and folder.is_dir() and any(folder.iterdir())
-    if is_warm or not is_wanted or jax.default_backend() == "cpu":
+    is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not count_gpus()
+    if is_cpu or not is_wanted or _has_programs(config):
         yield None
         return
     processes = LoweringProcesses(num_processes())
@@ -129,8 +131,18 @@ def lowering_early(config: EngineConfig, is_wanted: bool) -> Iterator[LoweringPr
         processes.close()
 
 
-def _told(early: LoweringProcesses | None, setup: dict[str, Any], count: int) -> LoweringProcesses:
-    processes = early or LoweringProcesses(count)
+def _has_programs(config: EngineConfig) -> bool:
+    folder = cache_folder(config)
+    return folder is not None and folder.is_dir() and any(folder.iterdir())
+
+
+def _told(
+    early: LoweringProcesses | None, config: EngineConfig, setup: dict[str, Any], count: int
+) -> LoweringProcesses:
+    processes = early
+    if processes is None:
+        processes = LoweringProcesses(count)
+        processes.prepare(config)
     processes.tell(setup)
     return processes
 
@@ -141,7 +153,7 @@ def cache_folder(config: EngineConfig) -> Path | None:
     What a CPU got from JAX's own cache cannot be written once more: it is there already.
     """
     given = config.compile.compile_cache_dir
-    is_jax_s = jax.default_backend() == "cpu" and jax.config.jax_compilation_cache_dir is not None
+    is_jax_s = jax.config.jax_compilation_cache_dir is not None and jax.default_backend() == "cpu"
     return None if given == "" or is_jax_s else Path(given or default_cache_dir())
 
 

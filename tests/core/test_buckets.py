@@ -80,6 +80,27 @@ def test_on_a_gpu_bans_and_biases_have_a_sampler_of_their_own(params, sampler):
     assert (bucket.kind, bucket.sampler) == ("decode", sampler)
 
 
+@pytest.mark.parametrize(
+    ("rows", "params", "chosen"),
+    [
+        (150, SAMPLED, ("sampled", 160)),
+        (150, FULL, ("full", 192)),
+        (150, MASKED, ("full", 192)),
+        (200, FULL, ("full", 256)),
+        (200, MASKED, ("masked", 256)),
+    ],
+)
+def test_a_sampler_that_a_size_lacks_has_a_stand_in(rows, params, chosen):
+    bucket = default_ladder("gpu", 256, 8192).choose(plan_of([1] * rows, [params]))
+    assert (bucket.sampler, bucket.num_seqs) == chosen
+
+
+def test_the_largest_size_has_every_sampler():
+    buckets = default_ladder("gpu", 224, 8192).all_buckets()
+    names = {b.sampler for b in buckets if b.kind == "decode" and b.num_seqs == 224}
+    assert names == {"greedy", "sampled", "masked", "full"}
+
+
 def test_a_chain_of_masked_steps_takes_the_full_sampler():
     ladder = default_ladder("gpu", 8, 256)
     masked = ladder.choose(plan_of([1], [MASKED]))
@@ -109,8 +130,8 @@ def test_an_unknown_platform_is_refused():
 @pytest.mark.parametrize(
     ("platform", "max_num_seqs", "max_tokens", "most", "most_samplers"),
     [
-        ("gpu", 256, 8192, 32, 26),
-        ("gpu", 256, 16384, 34, 26),
+        ("gpu", 256, 8192, 32, 23),
+        ("gpu", 256, 16384, 34, 23),
         ("gpu", 64, 2048, 22, 13),
         ("cpu", 8, 256, 10, 20),
     ],

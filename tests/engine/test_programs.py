@@ -1,6 +1,7 @@
 """Programs come from processes, from disk or from here: the answers are the same."""
 
 import asyncio
+import itertools
 import threading
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged.config.flags import config_from_keywords
+from jaxpaged.core.buckets import Bucket, default_ladder
 from jaxpaged.core.params import SamplingParams
-from jaxpaged.engine import compile_clock, lowering, program_source, programs
+from jaxpaged.engine import compile_clock, lowering, program_source, programs, starting
 from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.executables import ExecutableStore, programs_identity
 from jaxpaged.engine.inbox import Inbox
@@ -68,17 +70,21 @@ def test_programs_lowered_in_a_process_give_the_same_answers(model_folder, usual
 def test_a_process_that_ends_is_done_without(monkeypatch):
     monkeypatch.setattr(lowering, "CHILD", "jaxpaged.engine.no_such_module")
     processes = lowering.LoweringProcesses(1)
+    processes.prepare(config_from_keywords(model="R"))
     processes.tell({})
     assert [processes.lower("forward"), processes.lower("sample")] == [None, None]
     processes.close()
 
 
-def test_processes_start_before_the_weights_where_no_program_is_on_disk(tmp_path, monkeypatch):
+def test_processes_start_before_the_device_where_no_program_is_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(lowering, "CHILD", "jaxpaged.engine.no_such_module")
     config = config_from_keywords(model="R", compile_cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(starting, "count_gpus", lambda: 0)
     with lowering_early(config, is_wanted=True) as early:
-        assert early is None  # on a CPU
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert early is None
+    monkeypatch.setattr(starting, "count_gpus", lambda: 1)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(jax, "default_backend", None)  # would open the device
     with lowering_early(config, is_wanted=True) as early:
         assert early is not None
     (tmp_path / "cache").mkdir()
@@ -93,6 +99,24 @@ def test_a_program_asks_for_no_option_that_xla_does_not_have(monkeypatch):
     assert asked() == {program_source.FUSION_SEARCH: False}
     monkeypatch.setattr(program_source, "FUSION_SEARCH", "xla_gpu_no_such_option")
     assert asked() == {}
+
+
+def test_what_takes_longest_starts_first_and_small_samplers_come_last(parts_r):
+    source = parts_r.engine.runner._programs.source
+    names = list(source.all_programs(default_ladder("gpu", 256, 8192)))
+    assert names[:3] == [f"forward decode {n} {n} {n}" for n in (1, 8, 32)]
+    kinds = [kind for kind, _ in itertools.groupby(" ".join(name.split()[:2]) for name in names)]
+    assert kinds[:3] == ["forward decode", "sample full", "sample scored"]
+    assert kinds[3:7] == ["forward decode", "forward mixed", "sample masked", "sample sampled"]
+    assert len([name for name in names if name.startswith(("forward", "sample"))]) == 55
+
+
+def test_results_of_cublas_are_not_checked_while_it_is_timed(parts_r, monkeypatch):
+    source = parts_r.engine.runner._programs.source
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    few, many = (source.forward(Bucket("decode", "greedy", n, n)).options for n in (32, 64))
+    assert few == {"xla_gpu_enable_triton_gemm": True}
+    assert many == {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 2}
 
 
 def test_a_second_start_compiles_nothing(model_folder, usual, tmp_path):

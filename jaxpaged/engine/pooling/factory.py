@@ -18,8 +18,8 @@ from jaxpaged.config.settings import EngineConfig
 from jaxpaged.engine.capacity import tree_bytes
 from jaxpaged.engine.devices import use_devices
 from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, programs_identity
-from jaxpaged.engine.factory import model_dtype
 from jaxpaged.engine.memory import limit_device_memory, present_device
+from jaxpaged.engine.opening import model_dtype
 from jaxpaged.engine.pooling.engine import PoolingEngine
 from jaxpaged.engine.pooling.inputs import PoolingInputs
 from jaxpaged.engine.pooling.memory import beside_weights, make_packer, state_shapes
