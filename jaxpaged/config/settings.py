@@ -177,7 +177,7 @@ class SchedulerSettings:
     )
     speculative_config: dict[str, Any] = setting(
         {},
-        'guess tokens and check them, JSON: {"method": "ngram", "num_speculative_tokens": 5}, or '
+        'guess tokens and check them, JSON: {"method": "ngram", "num_speculative_tokens": 15}, or '
         '{"model": "DIRECTORY", "num_speculative_tokens": 5} for a draft model',
     )
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxpaged.errors import ConfigError
 
-MAX_DRAFT_ROWS = 32  # with more rows a step is no longer bound by reading the weights
-MAX_DRAFT_TOKENS = 256  # of a step with drafts: each has a row of logits
+MAX_DRAFT_ROWS = 32  # with more, nothing is drafted: a step is no longer bound by the weights
+MAX_DRAFT_TOKENS = 256  # of a step with drafts: each has a row of logits; many rows guess fewer
 DEFAULT_LOOKUP = 5  # vLLM's
 
 
@@ -42,15 +42,11 @@ class Speculation:
                 f"to prompt_lookup_max of {self.prompt_lookup_max}"
             )
 
-    @property
-    def max_rows(self) -> int:
-        """Running sequences above which nothing is drafted."""
-        return min(MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS // (1 + self.num_speculative_tokens))
-
     def most_tokens(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Of a step with drafts."""
-        rows = min(self.max_rows, max_num_seqs)
-        return min(rows * (1 + self.num_speculative_tokens), max_num_batched_tokens)
+        rows = min(MAX_DRAFT_ROWS, max_num_seqs)
+        most = min(rows * (1 + self.num_speculative_tokens), MAX_DRAFT_TOKENS)
+        return min(most, max_num_batched_tokens)
 
 
 def speculation_from(given: dict[str, Any]) -> Speculation | None:
@@ -88,6 +84,6 @@ def speculation_from(given: dict[str, Any]) -> Speculation | None:
 
 
 _EXAMPLE = (
-    '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, '
+    '{"method": "ngram", "num_speculative_tokens": 15, "prompt_lookup_max": 4, '
     '"prompt_lookup_min": 2} or {"model": "DIRECTORY", "num_speculative_tokens": 5}'
 )

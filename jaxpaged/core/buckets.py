@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Literal
 
-from jaxpaged.config.speculation import Speculation
+from jaxpaged.config.speculation import MAX_DRAFT_ROWS, Speculation
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.errors import ConfigError, InvariantError
 
@@ -202,7 +202,7 @@ def default_ladder(
         without = set(_WITHOUT.get(name, ())) - {max_num_seqs}
         buckets += [bucket for bucket in sized if bucket.num_seqs not in without]
     if speculation is not None:
-        rows = min(speculation.max_rows, max_num_seqs)
+        rows = min(MAX_DRAFT_ROWS, max_num_seqs)
         most = speculation.most_tokens(max_num_seqs, max_num_batched_tokens)
         drafts = [(n, min(n, rows)) for n in _cut(_DRAFT_TOKENS, most)]
         # rows that need the full sampler draft nothing: on a CPU it stands in for `sampled`

@@ -6,6 +6,7 @@ What a draft model guesses is known to the device alone: a plan has as many zero
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
+from jaxpaged.config.speculation import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from jaxpaged.core.draft_pace import DraftPace
 from jaxpaged.core.hashing import TOKEN_BYTES, as_bytes
 from jaxpaged.core.limits import SchedulerLimits, StopCause, stop_cause
@@ -18,8 +19,8 @@ from jaxpaged.errors import InvariantError
 FIRST_RATE = 0.9  # of a draft model's right guesses, before anything is known
 FORGET = 1 / 256  # of what is known of a draft model, with each token that it did not guess
 TOKENS_A_STEP = 1024  # of all texts that are looked through in one step, so that none takes long
-MEMORY = 0.8  # weight of the past in the rate of right guesses
-RECENT = 32  # tokens that matter to that rate
+MEMORY = 0.8  # weight of the past in the rate of a draft model's right guesses
+LEAST_WEIGHT = 0.1  # of a token in the rate of those that are looked up; of the first ones more
 
 
 type _Verified = tuple[int, PlannedRow, int, StopCause | None]
@@ -28,37 +29,47 @@ type _Verified = tuple[int, PlannedRow, int, StopCause | None]
 class _Text:
     """What is known of one sequence's tokens: where each run of them last ended."""
 
-    __slots__ = ("_longest", "_places", "_shortest", "guess", "num_seen", "rate", "seq")
+    __slots__ = (
+        *("_begin", "_longest", "_places", "_shortest", "_was_right"),
+        *("guess", "num_seen", "rate", "seq"),
+    )
 
     def __init__(self, seq: Sequence, shortest: int, longest: int):
         self.seq = seq
         self.num_seen = 0
         self.rate = 0.0  # of tokens that were guessed right, recent ones counting more
         self.guess = -1  # the place whose token is expected next; -1 where nothing was found
+        self._was_right = False  # the last guess
+        self._begin = len(seq.token_ids)  # tokens before are only looked up, nothing is guessed
         self._shortest, self._longest = shortest, longest
         self._places: dict[bytes, int] = {}
 
     def read(self, most: int) -> bool:
         """Look through the new tokens, at most so many; whether that was all."""
         ids, places, longest = self.seq.token_ids, self._places, self._longest
-        shortest = self._shortest * TOKEN_BYTES
-        num_prompt, guess, rate = self.seq.num_prompt_tokens, self.guess, self.rate
+        shortest, guess, was_right = self._shortest * TOKEN_BYTES, self.guess, self._was_right
         end = min(len(ids), self.num_seen + most)
-        first = max(self.num_seen, min(end, num_prompt) - 1, end - RECENT)
-        if first > self.num_seen:
-            self._note_runs(self.num_seen, first)
-            guess = -1
+        first = min(max(self.num_seen, self._begin - 1), end)
+        self._note_runs(self.num_seen, first)
         for i in range(first, end):
-            if i >= num_prompt:
-                hit = guess >= 0 and ids[guess] == ids[i]
-                rate = MEMORY * rate + (1.0 - MEMORY) * hit
-            guess, run = -1, as_bytes(ids[max(i + 1 - longest, 0) : i + 1])
+            is_right = guess >= 0 and ids[guess] == ids[i]
+            if i >= self._begin:
+                weight = max(LEAST_WEIGHT, 1 / (3 + i - self._begin))
+                self.rate += weight * (is_right - self.rate)
+            # what goes on from a right guess has more in common than a run that is looked up
+            found, run = (
+                guess + 1 if is_right else -1,
+                as_bytes(ids[max(i + 1 - longest, 0) : i + 1]),
+            )
             while len(run) >= shortest:
-                if guess < 0:
-                    guess = places.get(run, -1)
+                if found < 0:
+                    found = places.get(run, -1)
                 places[run] = i + 1
                 run = run[TOKEN_BYTES:]
-        self.num_seen, self.guess, self.rate = end, guess, rate
+            if found < 0 and was_right:
+                found = guess + 1  # one token differs: the rest may be as it was
+            guess, was_right = found, is_right
+        self.num_seen, self.guess, self._was_right = end, guess, was_right
         return end == len(ids)
 
     def _note_runs(self, first: int, end: int) -> None:
@@ -124,7 +135,7 @@ class Speculator:
         self._has_model = settings is not None and settings.method == "draft_model"
         self._guess_cost = limits.draft_cost
         self._most = 0 if settings is None else settings.num_speculative_tokens
-        self._max_rows = 0 if settings is None else settings.max_rows
+        self._max_rows = 0 if settings is None else MAX_DRAFT_ROWS
         self._shortest = 0 if settings is None else settings.prompt_lookup_min
         self._longest = 0 if settings is None else settings.prompt_lookup_max
         self._texts: dict[int, _Text | _Guessed] = {}
@@ -158,7 +169,7 @@ class Speculator:
 
     def _choose(self, running: Collection[Sequence]) -> None:
         texts, rates, limits = self._texts, list[float](), list[float]()
-        self._has_news, most = False, TOKENS_A_STEP // max(len(running), 1)
+        self._has_news, most = False, TOKENS_A_STEP // len(running)
         for seq in running:
             text = texts.get(seq.seq_id)
             if text is None:
@@ -168,7 +179,8 @@ class Speculator:
             rates.append(round(text.rate, 2))
             limits.append(GO_ON if seq.seq_id in self._lengths else BEGIN)
         costs = self._guess_cost, self._pace.single_cost(self._num_rows)
-        lengths = best_lengths(rates, limits, self._most, *costs)
+        most = min(self._most, MAX_DRAFT_TOKENS // len(running) - 1)
+        lengths = best_lengths(rates, limits, most, *costs)
         ids = [seq.seq_id for seq in running]
         self._drafts_for({i: n for i, n in zip(ids, lengths, strict=True) if n})
 
@@ -182,7 +194,7 @@ class Speculator:
 
     def _may_draft(self, running: Collection[Sequence]) -> bool:
         # of a row with edits or a grammar the logits at a guess depend on the guesses before it
-        if len(running) > self._max_rows or any(
+        if not 0 < len(running) <= self._max_rows or any(
             seq.sampler_level > 1 or seq.request.grammar is not None for seq in running
         ):
             if self._texts:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32
 from jaxpaged.arrays import DeviceState, KVPages, Params, RaggedBatch
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
-from jaxpaged.config.speculation import Speculation
+from jaxpaged.config.speculation import MAX_DRAFT_ROWS, Speculation
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.sampling import pick_greedy
@@ -112,7 +112,7 @@ class DraftModel:
         num_layers = len(state.kv_pages) - self.config.num_layers
         pages = state.kv_pages[num_layers:]
         rest = replace(state, kv_pages=state.kv_pages[:num_layers])
-        if bucket.kind == "decode" and bucket.num_seqs > self.settings.max_rows:
+        if bucket.kind == "decode" and bucket.num_seqs > MAX_DRAFT_ROWS:
             return rest, pages, batch  # with so many rows nothing is guessed, nor made ready for it
         model: Decoder = nnx.merge(self.graphdef, params)
         mine = replace(state, kv_pages=pages)

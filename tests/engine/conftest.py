@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpaged.core.draft_pace import DraftPace
 from tests.support import engines, models
 
 
@@ -23,3 +24,9 @@ def parts_r(model_folder):
 def parts_s(model_folder):
     """Model S: after token t comes t + 1, with known log-probabilities."""
     return engines.tiny_parts(model_folder / "S")
+
+
+@pytest.fixture
+def steady_pace(monkeypatch):
+    """Who drafts is not decided by how long steps take on a busy machine."""
+    monkeypatch.setattr(DraftPace, "took", lambda *_: None)

@@ -14,6 +14,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.weights.loader import DRAFT
 from tests.support.engines import TinyEngine, tiny_parts
 
+pytestmark = pytest.mark.usefixtures("steady_pace")
 RANDOM = np.random.default_rng(8)
 PROMPTS = [RANDOM.integers(0, 255, length).tolist() for length in (5, 30, 17)]
 GREEDY = {"temperature": 0.0}

@@ -5,6 +5,7 @@ from jaxpaged.core.params import SamplingParams
 from tests.support.engines import TinyEngine
 from tests.support.models import byte_ids
 
+pytestmark = pytest.mark.usefixtures("steady_pace")
 SPECULATION = Speculation("ngram", 3, 4, 2)
 LIST = [*range(60, 110), 60, 61, 62]  # what S says anyhow; a to z are 64 to 89
 
