@@ -49,9 +49,9 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 # these put the engine to sleep or write to the disk
 LEFT_OUT = ("/sleep", "/wake_up", "/start_profile", "/stop_profile")
 ATOMS = [
-    None, True, False, 0, 1, -1, 2, 3.5, 1e308, -1e308, 2**31, 2**63, 2**64, -(2**63), "", "a", "0",
-    "\x00", "\u2028", "\U0001fae0", "\ud800", "x" * 3000, "{{ 7 }}", "</s>", "../../etc", "text",
-    "user", "auto", "required", "json_schema", "(a+)+$", "[", "http://127.0.0.1:1/x.png",
+    None, True, False, 0, 1, -1, 2, 3.5, 1e308, -1e308, 2**31, 2**63, 2**64, -(2**63), 10**40, "",
+    "a", "0", "\x00", "\u2028", "\U0001fae0", "\ud800", "x" * 3000, "{{ 7 }}", "</s>", "../../etc",
+    "text", "user", "auto", "required", "json_schema", "(a+)+$", "[", "http://127.0.0.1:1/x.png",
 ]  # fmt: skip
 KEYS = [
     "", "0", "512", "type", "text", "role", "content", "include_usage", "function", "x\ny", "name",
@@ -92,7 +92,7 @@ def request(rng: random.Random, routes: list[tuple[str, str, list[str]]]) -> tup
         before, _, rest = path.partition("{")
         after = rest.partition("}")[2]
         path = (
-            before + quote(str(rng.choice(ATOMS[14:])).encode("utf-8", "replace"), safe="") + after
+            before + quote(str(rng.choice(ATOMS[15:])).encode("utf-8", "replace"), safe="") + after
         )
     if method != "POST":
         return method, path, b""

@@ -17,6 +17,7 @@ from jaxpaged.errors import RequestError
 from jaxpaged.openai.chunks import Envelope, Usage
 from jaxpaged.openai.schema import decode_body
 
+MAX_INPUTS, MAX_DOCUMENTS = 2048, 10_000  # texts of one request; OpenAI's number, and Cohere's
 SHORT_TEXTS = 2048  # characters that are encoded at once: a thread costs more
 
 
@@ -91,6 +92,7 @@ async def embeddings(
         )
     check_dimensions(pooling.model, body.dimensions)
     given = _texts(body.input)
+    _check_number(given, MAX_INPUTS, "input")
 
     def encode() -> list[EncodedText]:
         return [
@@ -152,6 +154,10 @@ async def _scores(
     body: PoolingFields,
     names: tuple[str, str],
 ) -> list[float]:
+    for given, name in zip((first, second), names, strict=True):
+        if isinstance(given, list):
+            _check_number(cast("list[Any]", given), MAX_DOCUMENTS, name)
+
     def encode() -> Pairs:
         return Pairs(pooling.inputs, first, second, body.truncate_prompt_tokens, names)
 
@@ -165,6 +171,14 @@ async def _encoded[T](encode: Callable[[], T], given: Sequence[Any]) -> T:
     num = sum(len(text) for text in given)
     nested = sum(len(text) for many in given if isinstance(many, list) for text in _strings(many))
     return await asyncio.to_thread(encode) if num + nested > SHORT_TEXTS else encode()
+
+
+def _check_number(given: Sequence[Any], most: int, param: str) -> None:
+    if len(given) > most:
+        raise RequestError(
+            f"{param} has {len(given)} texts, allowed are {most} in one request: send several",
+            param=param,
+        )
 
 
 def _strings(many: list[Any]) -> list[str]:

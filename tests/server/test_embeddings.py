@@ -153,6 +153,8 @@ async def test_scores_are_cosines_and_ranks_follow_them(server, pooling):
         (EMBED, {"input": "b" * 1000}, "1000 characters; 32 tokens hold at most"),
         (EMBED, {"input": [[1, 64]]}, "input holds 64"),
         (EMBED, {"input": []}, "not empty"),
+        (EMBED, {"input": ["a"] * 2049}, "input has 2049 texts, allowed are 2048"),
+        ("/score", {"text_1": "a", "text_2": ["a"] * 10_001}, "text_2 has 10001 texts"),
         (EMBED, {"input": ["a", 1.5]}, "input holds a float"),
         (EMBED, {"input": [[]]}, "a text without a token"),
         (EMBED, {"input": "a", "dimensions": 33}, "allowed are 1 to 32"),
