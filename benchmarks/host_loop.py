@@ -68,9 +68,6 @@ def make_llm(rows: int, tokenizer: Tokenizer, vocab: int) -> LLM:
         max_num_seqs=rows,
         max_num_batched_tokens=8192,
         max_model_len=MAX_LEN,
-        enable_prefix_caching=True,
-        long_prefill_token_threshold=0,
-        reserve_full_prompt=True,
     )
     engine = Engine(
         InstantDevice(),

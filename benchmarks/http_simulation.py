@@ -79,8 +79,6 @@ class HttpSimulation:
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             enable_prefix_caching=False,
-            long_prefill_token_threshold=0,
-            reserve_full_prompt=True,
         )
         pool = PagePool(PAGES, 16)
         self.scheduler = Scheduler(limits, pool, PrefixCache(pool))

@@ -137,9 +137,6 @@ def fill_pages(num_requests: int, num_pages: int, policy: PolicyName, seed: int 
         max_num_seqs=1024,
         max_num_batched_tokens=8192,
         max_model_len=4096,
-        enable_prefix_caching=True,
-        long_prefill_token_threshold=0,
-        reserve_full_prompt=True,
         scheduling_policy=policy,
     )
     pool = PagePool(num_pages, page_size)

@@ -3,16 +3,17 @@
     python benchmarks/scheduler_speed.py [--seqs 256 1024] [--steps 200]
 
 Prints median and least CPU time of each part in microseconds, for running decodes one step ahead of
-the device, the first step of a long prompt, and the time to hash it.
+the device; what prompt lookup costs where it never guesses; the first step of a long prompt, and
+the time to hash it.
 """
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import default_ladder
 from jaxpaged.core.hashing import as_bytes, page_hashes
@@ -23,6 +24,7 @@ from jaxpaged.core.prefix_cache import PrefixCache
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerLimits
 from jaxpaged.core.sequence import Sequence
+from jaxpaged.engine.collector import calm_collector
 
 VOCAB = 128256
 PAGE_SIZE = 16
@@ -36,8 +38,8 @@ KINDS = {
 }
 
 
-def sequence(seq_id: int, params: SamplingParams) -> Sequence:
-    prompt = [(seq_id * 7919 + i) % VOCAB for i in range(PROMPT_LEN)]
+def sequence(seq_id: int, params: SamplingParams, prompt_len: int) -> Sequence:
+    prompt = [(seq_id * 7919 + i) % VOCAB for i in range(prompt_len)]
     request = Request(
         request_id=str(seq_id),
         prompt_token_ids=tuple(prompt),
@@ -47,25 +49,35 @@ def sequence(seq_id: int, params: SamplingParams) -> Sequence:
         arrival_time=0.0,
         eos_token_ids=frozenset({2}),
     )
-    return Sequence(seq_id, request, 0, prompt, PROMPT_LEN)
+    return Sequence(seq_id, request, 0, prompt, prompt_len)
+
+
+def full_scheduler(
+    num_seqs: int,
+    params: SamplingParams,
+    prompt_len: int = PROMPT_LEN,
+    budget: int = 8192,
+    speculation: Speculation | None = None,
+) -> Scheduler:
+    """A scheduler with as many sequences as it has slots, all of them waiting."""
+    pool = PagePool(num_seqs * MAX_LEN // PAGE_SIZE + 1, PAGE_SIZE)
+    limits = SchedulerLimits(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=MAX_LEN,
+        speculation=speculation,
+    )
+    scheduler = Scheduler(limits, pool, PrefixCache(pool))
+    for seq_id in range(num_seqs):
+        scheduler.add(sequence(seq_id, params, prompt_len))
+    return scheduler
 
 
 def time_steps(num_seqs: int, params: SamplingParams, num_steps: int) -> dict[str, list[float]]:
     """Seconds of each part, step by step, once all sequences decode."""
-    pool = PagePool(num_seqs * MAX_LEN // PAGE_SIZE + 1, PAGE_SIZE)
-    limits = SchedulerLimits(
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=8192,
-        max_model_len=MAX_LEN,
-        enable_prefix_caching=True,
-        long_prefill_token_threshold=0,
-        reserve_full_prompt=True,
-    )
-    scheduler = Scheduler(limits, pool, PrefixCache(pool))
+    scheduler = full_scheduler(num_seqs, params)
     builder = BatchBuilder(MAX_LEN // PAGE_SIZE, PAGE_SIZE, num_seqs, VOCAB, {})
     ladder = default_ladder("gpu", num_seqs, 8192)
-    for seq_id in range(num_seqs):
-        scheduler.add(sequence(seq_id, params))
     times: dict[str, list[float]] = {"schedule": [], "choose": [], "build": [], "commit": []}
     ahead = StepPlan()
     while len(times["commit"]) < num_steps:
@@ -81,6 +93,25 @@ def time_steps(num_seqs: int, params: SamplingParams, num_steps: int) -> dict[st
     return times
 
 
+def time_lookup(num_seqs: int, num_tokens: int, speculation: Speculation | None) -> list[float]:
+    """Seconds of each step, planning and committing, of answers in which no token comes twice.
+
+    Prompts are as long; they begin and end some steps apart.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    scheduler = full_scheduler(num_seqs, params, num_tokens, 2048, speculation)
+    times, ahead = list[float](), StepPlan()
+    calm_collector()
+    while scheduler.has_work or ahead:
+        plan, plan_s = timed(scheduler.schedule)
+        token = VOCAB + len(times)
+        sampled = [token if samples else None for samples in ahead.columns.samples]
+        _, commit_s = timed(lambda ahead=ahead, sampled=sampled: scheduler.commit(ahead, sampled))
+        times.append(plan_s + commit_s)
+        ahead = plan
+    return times
+
+
 def time_admission(num_tokens: int) -> dict[str, float]:
     """Seconds of the first step of a long prompt, queueing included: cold, and found whole.
 
@@ -90,9 +121,6 @@ def time_admission(num_tokens: int) -> dict[str, float]:
         max_num_seqs=4,
         max_num_batched_tokens=8192,
         max_model_len=2 * num_tokens,
-        enable_prefix_caching=True,
-        long_prefill_token_threshold=0,
-        reserve_full_prompt=True,
     )
     pool = PagePool(4 * num_tokens // PAGE_SIZE, PAGE_SIZE)
     scheduler = Scheduler(limits, pool, PrefixCache(pool))
@@ -100,8 +128,7 @@ def time_admission(num_tokens: int) -> dict[str, float]:
     plain = Request("0", ids, KINDS["greedy"], 2048, 0, 0.0, frozenset({2}))
     plain = replace(plain, prompt_bytes=as_bytes(ids))
     times: dict[str, float] = {}
-    gc.collect()
-    gc.freeze()  # as the engine does when it is ready
+    calm_collector()
     for seq_id, kind in enumerate(("cold", "warm")):
         request = replace(plain, page_hashes=tuple(page_hashes(ids, PAGE_SIZE, "")))
 
@@ -139,6 +166,14 @@ def main() -> None:
             for name, seconds in [*times.items(), ("all", total)]:
                 median, least = statistics.median(seconds) * 1e6, min(seconds) * 1e6
                 print(f"{num_seqs:5} {kind:10} {name:9} median {median:7.0f} least {least:7.0f} us")
+    for name, speculation in (("without", None), ("with", Speculation("ngram", 5, 4, 2))):
+        for num_seqs in (128, 32):
+            seconds = time_lookup(num_seqs, 500, speculation)
+            total, median, most = sum(seconds), statistics.median(seconds), max(seconds)
+            print(
+                f"{num_seqs:5} answers of 500 tokens {name} lookup: {total * 1e3:.0f} ms, median "
+                f"{median * 1e6:.0f} us, longest step {most * 1e3:.1f} ms"
+            )
     for kind, seconds in time_admission(100_000).items():
         print(f"admission of 100,000 tokens, {kind}: {seconds * 1e3:.1f} ms")
     ids = [(i * 7919) % VOCAB for i in range(100_000)]

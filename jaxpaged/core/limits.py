@@ -23,10 +23,10 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    enable_prefix_caching: bool
-    long_prefill_token_threshold: int  # most tokens of one sequence in a step; 0: no limit
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0: no limit
     max_num_scored_tokens: int = 256  # most tokens of a step in which a row wants prompt logprobs
-    reserve_full_prompt: bool  # admit a sequence only when all its known tokens find pages
+    reserve_full_prompt: bool = True  # admit a sequence only when all its known tokens find pages
     reserve_whole_answer: bool = False  # and all it may sample too: nothing is ever preempted
     scheduling_policy: PolicyName = "fcfs"
     speculation: Speculation | None = None  # None drafts nothing

@@ -21,16 +21,17 @@ FORGET = 1 / 256  # of what is known of a draft model, with each token that it d
 TOKENS_A_STEP = 1024  # of all texts that are looked through in one step, so that none takes long
 MEMORY = 0.8  # weight of the past in the rate of a draft model's right guesses
 LEAST_WEIGHT = 0.1  # of a token in the rate of those that are looked up; of the first ones more
+PLACES_LOOKED_AT = 32  # of a run, for the longest one that ends as it does
 
 
 type _Verified = tuple[int, PlannedRow, int, StopCause | None]
 
 
 class _Text:
-    """What is known of one sequence's tokens: where each run of them last ended."""
+    """What is known of one sequence's tokens: where the shortest runs of them ended."""
 
     __slots__ = (
-        *("_begin", "_longest", "_places", "_shortest", "_was_right"),
+        *("_begin", "_longest", "_places", "_places_before", "_shortest", "_was_right"),
         *("guess", "num_seen", "rate", "seq"),
     )
 
@@ -42,45 +43,57 @@ class _Text:
         self._was_right = False  # the last guess
         self._begin = len(seq.token_ids)  # tokens before are only looked up, nothing is guessed
         self._shortest, self._longest = shortest, longest
-        self._places: dict[bytes, int] = {}
+        self._places: dict[bytes, int] = {}  # after a run's last end
+        self._places_before: list[int] = []  # of each end of a run the one before it, or -1
 
     def read(self, most: int) -> bool:
         """Look through the new tokens, at most so many; whether that was all."""
-        ids, places, longest = self.seq.token_ids, self._places, self._longest
-        shortest, guess, was_right = self._shortest * TOKEN_BYTES, self.guess, self._was_right
-        end = min(len(ids), self.num_seen + most)
-        first = min(max(self.num_seen, self._begin - 1), end)
-        self._note_runs(self.num_seen, first)
-        for i in range(first, end):
+        ids, guess, was_right = self.seq.token_ids, self.guess, self._was_right
+        start, end = self.num_seen, min(len(ids), self.num_seen + most)
+        for i, last in enumerate(self._note_runs(start, end), start):
+            if i < self._begin - 1:
+                continue
             is_right = guess >= 0 and ids[guess] == ids[i]
             if i >= self._begin:
                 weight = max(LEAST_WEIGHT, 1 / (3 + i - self._begin))
                 self.rate += weight * (is_right - self.rate)
             # what goes on from a right guess has more in common than a run that is looked up
-            found, run = (
-                guess + 1 if is_right else -1,
-                as_bytes(ids[max(i + 1 - longest, 0) : i + 1]),
-            )
-            while len(run) >= shortest:
-                if found < 0:
-                    found = places.get(run, -1)
-                places[run] = i + 1
-                run = run[TOKEN_BYTES:]
+            found = guess + 1 if is_right else self._best_place(last, i + 1)
             if found < 0 and was_right:
                 found = guess + 1  # one token differs: the rest may be as it was
             guess, was_right = found, is_right
         self.num_seen, self.guess, self._was_right = end, guess, was_right
         return end == len(ids)
 
-    def _note_runs(self, first: int, end: int) -> None:
-        """Note where the runs end that end with these tokens, many at a time."""
-        begin = max(first + 1 - self._longest, 0)
-        known, places = as_bytes(self.seq.token_ids[begin:end]), self._places
-        for length in range(self._shortest, self._longest + 1):
-            num_bytes = length * TOKEN_BYTES
-            for i in range(max(first + 1, length), end + 1):
-                at = (i - begin) * TOKEN_BYTES
-                places[known[at - num_bytes : at]] = i
+    def _note_runs(self, start: int, end: int) -> list[int]:
+        """Note where the shortest runs end that end with these tokens; where each ended before."""
+        size, places = self._shortest, self._places
+        begin = max(start + 1 - size, 0)
+        known, num_bytes = as_bytes(self.seq.token_ids[begin:end]), size * TOKEN_BYTES
+        before = [-1] * min(max(size - 1 - start, 0), end - start)  # too few tokens for a run
+        for place in range(begin + size, end + 1):
+            at = (place - begin) * TOKEN_BYTES
+            run = known[at - num_bytes : at]
+            before.append(places.get(run, -1))
+            places[run] = place
+        self._places_before += before
+        return before
+
+    def _best_place(self, place: int, end: int) -> int:
+        """Of the places of the run that ends at `end`, `place` the last one, that where most before
+        it is the same; -1 where there is none.
+        """
+        ids, best, best_length = self.seq.token_ids, place, self._shortest
+        for _ in range(PLACES_LOOKED_AT):
+            if place < 0 or best_length == self._longest:
+                break
+            length, most = self._shortest, min(self._longest, place)
+            while length < most and ids[place - 1 - length] == ids[end - 1 - length]:
+                length += 1
+            if length > best_length:
+                best, best_length = place, length
+            place = self._places_before[place - 1]
+        return best
 
     @property
     def is_up_to_date(self) -> bool:

@@ -48,8 +48,6 @@ def make_limits(**changes):
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
-        "enable_prefix_caching": True,
-        "long_prefill_token_threshold": 0,
         "reserve_full_prompt": False,
     }
     return SchedulerLimits(**fields | changes)

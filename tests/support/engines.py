@@ -94,7 +94,6 @@ class TinyEngine:
             enable_prefix_caching=self.enable_prefix_caching,
             preemption_mode=self.preemption_mode,
             num_host_pages=self.num_host_pages,
-            long_prefill_token_threshold=0,
             max_num_scored_tokens=64,
             reserve_full_prompt=self.reserve_full_prompt,
             speculation=self.speculation,
