@@ -128,7 +128,6 @@ async def measure(folder: Path, args: argparse.Namespace) -> None:
     await asyncio.to_thread(process.join)
     process.close()
     ours.close()
-    listener.stop()
     await listener.close()
     await asyncio.to_thread(llm.close)
     engine_cpu -= loop_cpu if args.thread else 0
