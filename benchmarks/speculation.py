@@ -3,12 +3,12 @@
     python -m benchmarks.speculation --model SmolLM2.gguf [--runs 5] [--batches 1,128] [--json FILE]
         [--draft MODEL]
 
-Each prompt is a list of numbers, given twice and begun once more, which the model copies: greedy, as
-many tokens as the list has. (SmolLM2 loses its place in lists of words.) `--guesses` are those that
-are recommended; fewer are guessed where they are not right. Each engine has a process of its own, as
-it has in use, and one at a time works. A second engine without guesses, `again`, starts last: what
-differs between it and the first one is not due to guesses. It finds its programs on disk, as the one
-with guesses does, where the first may have compiled them.
+Each prompt is a list of numbers, given twice and begun once more, which the model copies: greedy,
+as many tokens as the list has. (SmolLM2 loses its place in lists of words.) `--guesses` are those
+that are recommended; fewer are guessed where they are not right. Each engine has a process of its
+own, as it has in use, and one at a time works. A second engine without guesses, `again`, starts
+last: what differs between it and the first one is not due to guesses. It finds its programs on
+disk, as the one with guesses does, where the first may have compiled them.
 
 `same` says whether both gave the same tokens; on a GPU in bfloat16 a step over several tokens
 rounds differently from a step over one, so near ties may fall apart. `copied` is the share of
