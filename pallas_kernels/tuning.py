@@ -45,6 +45,20 @@ class SearchTiles:
     held: int  # logits that a thread can hold in shared memory
 
 
+@dataclass(frozen=True)
+class ProductTiles:
+    """Shape of the gated product: computing warpgroups one below the other share the weights."""
+
+    warpgroups: int  # that compute
+    rows: int  # tokens a warpgroup
+    columns: int  # of the result: a multiple of 8, up to 128
+    stages: int  # loads in flight
+
+    @property
+    def block_rows(self) -> int:
+        return self.warpgroups * self.rows
+
+
 # With a head_dim of 64 and q in registers whole heads came out wrong (the tile of q then has the
 # shape of the logits' one): there q lies in shared memory.
 DECODE = {
@@ -97,6 +111,33 @@ def mixed_tiles(head_dim: int, *, tokens: int, seqs: int) -> MixedTiles:
     if tokens >= _LONG_CHUNK_TOKENS * seqs and head_dim in _LONG_CHUNKS:
         return _LONG_CHUNKS[head_dim]
     return _MIXED[head_dim]
+
+
+PRODUCT_BLOCK = 64  # of the contracted axis: 128 bytes, the widest swizzle
+MIN_PRODUCT_TOKENS = 512  # with 256 the library's product and the activation apart are as fast
+
+
+def supports_product(
+    tokens: int, *, ffn: int, embed: int, activation: str, dtype: DTypeLike
+) -> bool:
+    """Whether a gated product is one kernel: it takes these, and is faster than two."""
+    return (
+        jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+        and tokens >= MIN_PRODUCT_TOKENS
+        and tokens % 8 == ffn % PRODUCT_BLOCK == embed % PRODUCT_BLOCK == 0
+        and activation in ("silu", "gelu_tanh")
+    )
+
+
+def product_tiles(tokens: int, ffn: int) -> ProductTiles:
+    """The widest tiles, or narrower ones where fewer are left over in the last round."""
+    rows = 128
+
+    def rounds(columns: int) -> int:
+        return -(-(-(-tokens // rows) * -(-ffn // columns)) // MULTIPROCESSORS)
+
+    columns = min((128, 112, 96), key=lambda columns: rounds(columns) * (columns + 8))
+    return ProductTiles(2, rows // 2, columns, stages=4)
 
 
 SEARCH = SearchTiles(warpgroups=8, loads=4, held=48)

@@ -158,7 +158,7 @@ def _rope_inputs(rows: int, copy: int) -> tuple[jax.Array, ...]:
     return qkv, jnp.cos(angles), jnp.sin(angles), jnp.asarray(slots, jnp.int32)
 
 
-def _error(got: jax.Array, want: jax.Array, counts: np.ndarray) -> float:
+def error(got: jax.Array, want: jax.Array, counts: np.ndarray) -> float:
     """Largest difference over the rows that count, relative to the values or their mean size."""
     ours, theirs = (np.asarray(x, np.float32)[counts] for x in (got, want))
     if not theirs.size:
@@ -167,13 +167,13 @@ def _error(got: jax.Array, want: jax.Array, counts: np.ndarray) -> float:
     return float(np.max(np.abs(ours - theirs) / size))
 
 
-def _padding(rng: np.random.Generator, rows: int) -> np.ndarray:
+def random_padding(rng: np.random.Generator, rows: int) -> np.ndarray:
     """bool[rows]: a random number of rows, anywhere, that hold NaN."""
     return rng.permutation(rows) < rng.integers(0, rows)
 
 
 def _norm_error(seed: int, embed: int, dtype: Any) -> float:
-    padding = _padding(np.random.default_rng(seed), CHECKED_ROWS)
+    padding = random_padding(np.random.default_rng(seed), CHECKED_ROWS)
     x = jnp.where(padding[:, None], jnp.nan, _normal(seed, CHECKED_ROWS, embed, dtype=dtype))
     residual = _normal(seed + 1, CHECKED_ROWS, embed, dtype=dtype, scale=9)
     scale = _normal(seed + 2, embed, dtype=jnp.float32)
@@ -183,15 +183,15 @@ def _norm_error(seed: int, embed: int, dtype: Any) -> float:
     wanted, _ = _norm_reference(
         jnp.zeros(total.shape, jnp.float32), total.astype(jnp.float32), scale
     )
-    return _error(normed, wanted, ~padding)
+    return error(normed, wanted, ~padding)
 
 
 def _gated_error(seed: int, ffn: int, activation: str, dtype: Any) -> float:
     rows = 3 if seed % 2 else 300
-    padding = _padding(np.random.default_rng(seed), rows)
+    padding = random_padding(np.random.default_rng(seed), rows)
     both = jnp.where(padding[:, None], jnp.nan, _normal(seed, rows, 2 * ffn, dtype=dtype, scale=4))
     wanted = _gated_reference_by(both.astype(jnp.float32), activation=activation)
-    return _error(_gated_by(both, activation=activation), wanted, ~padding)
+    return error(_gated_by(both, activation=activation), wanted, ~padding)
 
 
 def _rope_error(seed: int, *shape: Any) -> float:
@@ -199,7 +199,7 @@ def _rope_error(seed: int, *shape: Any) -> float:
     rng, tokens = np.random.default_rng(seed), 1 if seed % 4 == 0 else 61
     places = num_pages * page_size
     slots = page_size + rng.permutation(places - page_size - 1)[:tokens]
-    padding = _padding(rng, tokens)
+    padding = random_padding(rng, tokens)
     slots[-1] = places - 1  # the pool's last place
     slots[padding] = np.where(rng.integers(0, 2, padding.sum()), 0, places)  # or past it
     angles = rng.uniform(0, 6, (tokens, head_dim // 2)).astype(np.float32)
@@ -222,10 +222,10 @@ def _rope_error(seed: int, *shape: Any) -> float:
     )
     written = np.flatnonzero(~padding)
     page, offset = slots[written] // page_size, slots[written] % page_size
-    errors = [_error(q, wanted_q, ~padding)]
+    errors = [error(q, wanted_q, ~padding)]
     for pool, rows in zip(pools, wanted, strict=True):
         every = np.ones(len(written), bool)
-        errors.append(_error(pool[page, :, offset], rows[written, :, 0], every))
+        errors.append(error(pool[page, :, offset], rows[written, :, 0], every))
         heads_written = int(jnp.sum(~jnp.isnan(pool[1:]).all(axis=-1)))  # the null page may be
         if heads_written != len(written) * kv_heads:
             errors.append(float("inf"))

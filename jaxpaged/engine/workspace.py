@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import MAX_SCORED_TOKENS
+from pallas_kernels.tuning import supports_product
 
 # float32 logits of the sampled rows that a sampler holds beside those it is given, as compiled for
 # Hopper: with edits, and without; where a kernel finds what filters keep, and where XLA searches
@@ -20,6 +21,7 @@ def workspace_bytes(
     *,
     num_draft_tokens: int = 0,
     searches_by_kernel: bool = False,
+    gates_in_product: bool = False,
 ) -> int:
     """What a step needs beside weights, pool and slots: activations and logits.
 
@@ -30,7 +32,15 @@ def workspace_bytes(
     tokens, row = max_num_batched_tokens, 4 * model.vocab
     kv_width = model.kv_heads * model.head_dim
     attention = 3 * model.heads * model.head_dim + 2 * kv_width + 2 * model.embed
-    a_token = dtype.itemsize * max(attention, 3 * model.ffn + model.embed)
+    by_kernel = (
+        gates_in_product
+        and not model.mlp_bias
+        and supports_product(
+            tokens, ffn=model.ffn, embed=model.embed, activation=model.activation, dtype=dtype
+        )
+    )
+    gate = (1 if by_kernel else 3) * model.ffn + model.embed
+    a_token = dtype.itemsize * max(attention, gate)
     edited, plain = BY_KERNEL if searches_by_kernel else BY_SEARCH
     scored = min(MAX_SCORED_TOKENS, tokens)
     steps = [  # tokens, logits, sampled rows, copies of a sampled row's logits

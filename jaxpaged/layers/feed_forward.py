@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from jaxpaged.config.architecture import Activation, ModelConfig
 from jaxpaged.layers.linear import linear, linear_of_parts, weight, zeros
-from pallas_kernels.gated import gated
+from pallas_kernels.gated import gated, gated_product, is_one_kernel
 
 
 class FeedForward(nnx.Module):
@@ -25,5 +25,10 @@ class FeedForward(nnx.Module):
         self.activation: Activation = c.activation
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        both = linear(x, self.gate_up, self.gate_up_bias)
-        return linear_of_parts(gated(both, activation=self.activation), self.down, self.down_bias)
+        return linear_of_parts(self._gated(x), self.down, self.down_bias)
+
+    def _gated(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffn"]:
+        weight, activation = self.gate_up[...], self.activation
+        if self.gate_up_bias is None and is_one_kernel(x, weight, activation=activation):
+            return gated_product(x, weight, activation=activation)
+        return gated(linear(x, self.gate_up, self.gate_up_bias), activation=activation)

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.bench import attention_check, attention_times, kernels, sampler_ops, small_ops
+from jaxpaged.bench import (
+    attention_check,
+    attention_times,
+    kernels,
+    product_op,
+    sampler_ops,
+    small_ops,
+)
 from jaxpaged.bench.attention_check import Shape
 from jaxpaged.errors import ConfigError
 from pallas_kernels.ragged_attention.xla import ragged_paged_attention_xla
@@ -61,6 +68,15 @@ def test_small_ops_that_are_right_pass_their_checks(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_gated_product_that_is_right_passes_its_check_and_one_without_its_gate_fails(monkeypatch):
+    monkeypatch.setattr(product_op, "SHAPES", ((40, 64, 64, "silu", "bfloat16"),))
+    monkeypatch.setattr(product_op, "_kernel", product_op._reference)
+    assert product_op.check(3)[0]["passed"]
+    monkeypatch.setattr(product_op, "_kernel", lambda x, w, activation: x @ w[1].T)
+    assert not product_op.check(3)[0]["passed"]
+
+
+@pytest.mark.slow
 def test_an_op_that_writes_one_slot_too_many_fails_its_check(monkeypatch):
     def careless(qkv, cos, sin, k_pages, v_pages, slots, **options):
         pools = (k_pages.at[3, :, 3].set(0), v_pages)
@@ -74,8 +90,8 @@ def test_an_op_that_writes_one_slot_too_many_fails_its_check(monkeypatch):
 def test_rows_of_padding_do_not_count_and_neighbours_do():
     wanted = jnp.asarray([[1.0], [2.0]])
     counts = np.array([True, False])
-    assert small_ops._error(jnp.asarray([[1.0], [math.nan]]), wanted, counts) == 0
-    assert not small_ops._error(jnp.asarray([[math.nan], [2.0]]), wanted, counts) <= 1
+    assert small_ops.error(jnp.asarray([[1.0], [math.nan]]), wanted, counts) == 0
+    assert not small_ops.error(jnp.asarray([[math.nan], [2.0]]), wanted, counts) <= 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,105 @@
+"""The gated product: checked against a float32 reference, and timed beside two kernels in a row.
+
+Rows of NaN stand where a batch has padding: none may reach a row that counts.
+"""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.bench.attention_check import verdict
+from jaxpaged.bench.roofline import Ceilings
+from jaxpaged.bench.small_ops import MAX_ERROR, error, random_padding
+from jaxpaged.layers.linear import contract_last
+from pallas_kernels.gated import gated_reference
+from pallas_kernels.gated.kernel import gated_kernel
+from pallas_kernels.gated.product_kernel import gated_product_kernel
+
+OP = "gated-product"
+# tokens, ffn, embed, activation, dtype
+SHAPES = (
+    (512, 14336, 4096, "silu", "bfloat16"),
+    (1160, 18944, 3584, "silu", "bfloat16"),
+    (2048, 13824, 5120, "silu", "bfloat16"),
+    (2304, 4864, 896, "silu", "bfloat16"),
+    (712, 6912, 1152, "gelu_tanh", "bfloat16"),
+    (8192, 1024, 256, "silu", "float16"),
+    (520, 64, 64, "gelu_tanh", "float16"),
+)
+TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (512, 1024, 2048, 8192), 14336, 4096
+COPIES, RUNS_S = 3, 0.3  # of the weights, of 235 MB each; seconds timed
+
+
+def check(cases: int) -> list[dict[str, Any]]:
+    """Errors of `cases` random cases a shape, in units of the type's epsilon."""
+    lines = []
+    for shape in SHAPES:
+        eps = float(jnp.finfo(shape[-1]).eps)
+        errors = [_error_of(seed, *shape) / eps for seed in range(cases)]
+        lines.append(verdict(OP, str(shape), errors, MAX_ERROR))
+    return lines
+
+
+def time_op(ceilings: Ceilings | None) -> list[dict[str, Any]]:
+    """Microseconds of a call in the shape of llama3-8b, and operations a second."""
+    lines = []
+    for tokens in TIMED_TOKENS:
+        x, weight = _inputs(0, tokens, TIMED_FFN, TIMED_EMBED, "bfloat16")
+        weights = [jnp.roll(weight, 8 * i, 1) for i in range(COPIES)]
+        flops = 4 * tokens * TIMED_FFN * TIMED_EMBED
+        for name, function in (("kernel", _kernel), ("two", _two_kernels)):
+            seconds = _seconds(functools.partial(function, activation="silu"), x, weights)
+            line: dict[str, Any] = {"op": OP, "rows": tokens, "by": name}
+            line |= {"us": round(1e6 * seconds, 2), "TFLOP/s": round(flops / seconds / 1e12, 1)}
+            if ceilings is not None:
+                line["of_roofline"] = round(flops / seconds / ceilings.flops_per_s, 3)
+            lines.append(line)
+    return lines
+
+
+_kernel = jax.jit(gated_product_kernel, static_argnames="activation")
+
+
+@functools.partial(jax.jit, static_argnames="activation")
+def _two_kernels(x: jax.Array, weight: jax.Array, *, activation: str) -> jax.Array:
+    both = contract_last(x, weight.reshape(-1, x.shape[1]), x.dtype)
+    return gated_kernel(both, activation=activation)
+
+
+@functools.partial(jax.jit, static_argnames="activation")
+def _reference(x: jax.Array, weight: jax.Array, *, activation: str) -> jax.Array:
+    wide, rows = x.astype(jnp.float32), weight.reshape(-1, x.shape[1]).astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        both = contract_last(wide, rows, jnp.float32)
+    return gated_reference(both, activation=activation)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _inputs(seed: int, tokens: int, ffn: int, embed: int, dtype: str) -> tuple[Any, Any]:
+    a, b = jax.random.split(jax.random.key(seed))
+    weight = jax.random.normal(b, (2, ffn, embed), jnp.float32) * (2.0 / embed**0.5)
+    return jax.random.normal(a, (tokens, embed), jnp.float32).astype(dtype), weight.astype(dtype)
+
+
+def _error_of(seed: int, tokens: int, ffn: int, embed: int, activation: str, dtype: str) -> float:
+    x, weight = _inputs(seed, tokens, ffn, embed, dtype)
+    padding = random_padding(np.random.default_rng(seed), tokens)
+    x = jnp.where(padding[:, None], jnp.nan, x)
+    got = _kernel(x, weight, activation=activation)
+    return error(got, _reference(x, weight, activation=activation), ~padding)
+
+
+def _seconds(function: Any, x: jax.Array, weights: list[jax.Array]) -> float:
+    program = jax.jit(lambda x, weights: [function(x + i, w) for i, w in enumerate(weights)])
+    jax.block_until_ready(program(x, weights))
+    runs, spent = 1, 0.0
+    while spent < RUNS_S:
+        runs = min(4 * runs, max(runs + 1, int(1.2 * runs * RUNS_S / spent) if spent else 2))
+        start = time.perf_counter()
+        jax.block_until_ready([program(x, weights) for _ in range(runs)])
+        spent = time.perf_counter() - start
+    return spent / runs / len(weights)
