@@ -128,7 +128,7 @@ class GrammarRows:
 
         All tokens before must have been read.
         """
-        rows, places = list[MaskRow](), list[int]()
+        rows = list[MaskRow]()
         columns = plan.columns
         for i, (seq, samples) in enumerate(zip(columns.seqs, columns.samples, strict=True)):
             matcher = self._matchers.get(seq.seq_id)
@@ -150,12 +150,9 @@ class GrammarRows:
                 also_id = gate.opening_id(budget)
             begin = self._begins.get(seq.seq_id, 0)
             answer = output[begin:] if begin else output
-            rows.append(MaskRow(len(rows), matcher, answer, budget, goes_on, also_id))
-            places.append(i)
-        if rows:
-            mask = ~banned[places]
-            self._filler.narrow(mask, rows)
-            banned[places] = ~mask
+            has_bans = params.allowed_token_ids is not None
+            rows.append(MaskRow(i, matcher, answer, budget, goes_on, also_id, has_bans))
+        self._filler.ban(banned, rows)
 
     def take(self, seq: Sequence, token_ids: tuple[int, ...]) -> "Ending | None":
         """Follow a sequence's new tokens; how it ends with them, where the grammar says so."""

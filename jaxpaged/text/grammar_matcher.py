@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from jaxpaged.errors import RequestError
@@ -40,34 +40,31 @@ class GrammarMatcher:
         """Take a token; False where the grammar does not allow it, and then for good."""
         return self.ll.consume_token(token_id)
 
-    def closing_mask(self, token_ids: Sequence[int], budget: int) -> np.ndarray | None:
-        """The tokens after which the answer can still end, where that is in question.
+    def known(self, token_ids: Sequence[int], budget: int) -> tuple[np.ndarray | None, int]:
+        """The tokens that may come next, where they need not be computed, and where the answer is.
+
+        Near its end those after which the answer can still end, before that what an earlier answer
+        was allowed at the same place.
 
         Args:
             token_ids: all that were accepted.
             budget: tokens that may still come, the next one included.
 
         Returns:
-            u32 words as `mask_words` makes them; None where any token that the grammar allows will
-            do.
+            u32 words as `mask_words` makes them, or None; and the place for `tell`.
         """
         endings = self._endings
-        if endings is None or budget > self._safe_above:
-            return None
+        is_near_end = endings is not None and budget <= self._safe_above
+        if endings is None or not (is_near_end or endings.come_again):
+            return None, DEAD
         place = self._walk(endings, token_ids)
-        self._safe_above = endings.worst(place)
-        if place == DEAD or endings.is_safe(place, budget):
-            return None
-        return endings.mask(place, budget)
-
-    def place(self, token_ids: Sequence[int]) -> int:
-        """Where the answer stands among places that answers come to again; DEAD if unknown."""
-        endings = self._endings
-        return self._walk(endings, token_ids) if endings and endings.come_again else DEAD
-
-    def told(self, place: int) -> np.ndarray | None:
-        """The mask of an earlier answer at this place."""
-        return self._endings.told(place) if self._endings and place != DEAD else None
+        if is_near_end:
+            self._safe_above = endings.worst(place)
+        if place == DEAD:
+            return None, DEAD
+        if is_near_end and not endings.is_safe(place, budget):
+            return endings.mask(place, budget), DEAD
+        return (endings.told(place), place) if endings.come_again else (None, DEAD)
 
     def tell(self, place: int, mask: np.ndarray) -> None:
         """Keep a mask for later answers at this place, if its number still means the same."""
@@ -94,6 +91,7 @@ class MaskRow(NamedTuple):
     budget: int  # tokens that may still come
     goes_on: bool  # must not end where it can go on
     also_id: int | None = None  # allowed beside what the grammar allows
+    has_bans: bool = False  # some tokens are banned already
 
 
 class MaskFiller:
@@ -103,60 +101,54 @@ class MaskFiller:
     def _executor(self) -> LLExecutor:
         return LLExecutor()
 
-    def narrow(self, mask: np.ndarray, rows: Sequence[MaskRow]) -> None:
-        """Take out of `mask`, u32[seqs, words], what the grammars of `rows` do not allow.
+    def ban(self, banned: np.ndarray, rows: Sequence[MaskRow]) -> None:
+        """Ban in `banned`, u32[seqs, words], what the grammars of `rows` do not allow.
 
-        A row in which nothing is left keeps its mask, and its matcher the reason.
+        A row in which nothing is left stays as it was, and its matcher has the reason.
         """
-        allowed = self._allowed(rows, mask.shape[1])
-        allowed &= mask[[row.number for row in rows]]
-        has_left: list[bool] = allowed.any(axis=1).tolist()
-        for row, left, has_any in zip(rows, allowed, has_left, strict=True):
-            if row.matcher.ll.is_error():
-                said = " ".join(row.matcher.ll.get_error().split()).removesuffix(" <non-verbose/>")
-                row.matcher.failure = (
-                    f"after {len(row.token_ids)} tokens of the answer the grammar lets none follow "
-                    f"({said[:200]}): correct it"
-                )
-            elif not has_any:
-                row.matcher.failure = "the grammar and allowed_token_ids leave no token"
-            else:
-                mask[row.number] = left
-
-    def _allowed(self, rows: Sequence[MaskRow], num_words: int) -> np.ndarray:
-        """u32[rows, words]: what each grammar allows."""
-        allowed = np.empty((len(rows), num_words), np.uint32)
-        followed: list[tuple[LLMatcher, int]] = []
-        places: list[int] = []
-        for i, row in enumerate(rows):
-            known, place = self._known(row)
+        asked: list[tuple[MaskRow, int]] = []
+        for row in rows:
+            known, place = None, DEAD
+            try:
+                known, place = row.matcher.known(row.token_ids, row.budget)
+            except RequestError as error:
+                row.matcher.failure = str(error)
             if known is None:
-                followed.append((row.matcher.ll, i))
-                places.append(place)
+                asked.append((row, place))
             else:
-                allowed[i] = known
-        if followed:
-            fill_next_token_bitmask_par(self._executor, followed, allowed.view(np.int32))
-        for (_, i), place in zip(followed, places, strict=True):
-            rows[i].matcher.tell(place, allowed[i].copy())
-        for i, row in enumerate(rows):
-            if row.goes_on:
-                without = allowed[i] & row.matcher.vocabulary.words_without_eos
-                if without.any():
-                    allowed[i] = without
-            if row.also_id is not None:
-                allowed[i, row.also_id // 32] |= np.uint32(1 << row.also_id % 32)
-        return allowed
+                _ban_all_but(known, banned[row.number], row, is_some=True)
+        if not asked:
+            return
+        allowed = np.empty((len(asked), banned.shape[1]), np.uint32)
+        followed = [(row.matcher.ll, i) for i, (row, _) in enumerate(asked)]
+        fill_next_token_bitmask_par(self._executor, followed, allowed.view(np.int32))
+        for (row, place), mask in zip(asked, allowed, strict=True):
+            is_some = bool(mask.any())
+            if is_some:
+                row.matcher.tell(place, mask.copy())
+            _ban_all_but(mask, banned[row.number], row, is_some)
 
-    def _known(self, row: MaskRow) -> tuple[np.ndarray | None, int]:
-        """A mask that need not be computed, and the place of the answer where it is looked at."""
-        matcher = row.matcher
-        try:
-            closing = matcher.closing_mask(row.token_ids, row.budget)
-            if closing is not None:
-                return closing, DEAD
-            place = matcher.place(row.token_ids)
-        except RequestError as error:
-            matcher.failure = str(error)
-            return None, DEAD
-        return matcher.told(place), place
+
+def _ban_all_but(allowed: np.ndarray, banned: np.ndarray, row: MaskRow, is_some: bool) -> None:
+    """Write a row of bans; `allowed` stays as it is, and has a token if `is_some`."""
+    matcher = row.matcher
+    if row.goes_on:
+        without = allowed & matcher.vocabulary.words_without_eos
+        allowed = without if without.any() else allowed
+    if row.also_id is not None:
+        allowed = allowed.copy()
+        allowed[row.also_id // 32] |= np.uint32(1 << row.also_id % 32)
+        is_some = True
+    if row.has_bans:
+        allowed = allowed & ~banned
+        is_some = bool(allowed.any())
+    if matcher.ll.is_error():
+        said = " ".join(matcher.ll.get_error().split()).removesuffix(" <non-verbose/>")
+        matcher.failure = (
+            f"after {len(row.token_ids)} tokens of the answer the grammar lets none follow "
+            f"({said[:200]}): correct it"
+        )
+    elif not is_some:
+        matcher.failure = "the grammar and allowed_token_ids leave no token"
+    else:
+        np.invert(allowed, out=banned)

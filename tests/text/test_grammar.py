@@ -39,6 +39,20 @@ def grammars(byte_tokens) -> Grammars:
     return Grammars(byte_tokens, VOCAB)
 
 
+def allowed_by(
+    filler: MaskFiller,
+    matcher: GrammarMatcher,
+    ids: list[int],
+    budget: int,
+    *,
+    goes_on: bool = False,
+) -> np.ndarray:
+    """u32[1, words]: the tokens that may come next."""
+    banned = np.zeros((1, WORDS), np.uint32)
+    filler.ban(banned, [MaskRow(0, matcher, ids, budget, goes_on)])
+    return ~banned
+
+
 def answer(
     grammars: Grammars, grammar: CompiledGrammar, max_tokens: int, rng: np.random.Generator
 ) -> bytes | None:
@@ -47,8 +61,7 @@ def answer(
     ids: list[int] = []
     mask = np.zeros((1, WORDS), np.uint32)
     while len(ids) < max_tokens and not matcher.must_end:
-        mask[:] = 0xFFFFFFFF
-        filler.narrow(mask, [MaskRow(0, matcher, ids, max_tokens - len(ids), False)])
+        mask[:] = allowed_by(filler, matcher, ids, max_tokens - len(ids))
         allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
         token = int(rng.choice(allowed))
         if token == EOS:
@@ -80,8 +93,7 @@ def test_both_automata_allow_the_same_tokens(grammars, seed):
     rng, ids, place = np.random.default_rng(seed), [], endings.start
     mask = np.zeros((1, WORDS), np.uint32)
     for _ in range(60):
-        mask[:] = 0xFFFFFFFF
-        filler.narrow(mask, [MaskRow(0, matcher, ids, PLENTY, False)])
+        mask[:] = allowed_by(filler, matcher, ids, PLENTY)
         ours = endings.mask(place, PLENTY)
         if matcher.must_end:
             break
@@ -103,8 +115,7 @@ def test_masks_kept_by_place_are_what_the_grammar_allows_there(grammars):
     for _ in range(8):
         matcher, ids = GrammarMatcher(grammar), []
         while len(ids) < 60 and not matcher.must_end:
-            mask[:] = 0xFFFFFFFF
-            filler.narrow(mask, [MaskRow(0, matcher, ids, PLENTY, False)])
+            mask[:] = allowed_by(filler, matcher, ids, PLENTY)
             fill_next_token_bitmask(matcher.ll, told.view(np.int32))
             np.testing.assert_array_equal(mask, told, err_msg=f"after {ids}")
             token = int(
@@ -119,13 +130,13 @@ def test_masks_kept_by_place_are_what_the_grammar_allows_there(grammars):
 
 def test_a_mask_is_not_kept_under_a_number_that_means_another_place_by_now(grammars):
     grammar = grammars.compile(Params(json={"type": "array", "items": {"enum": ["x", "yz"]}}))
-    matcher, mask = GrammarMatcher(grammar), np.ones(WORDS, np.uint32)
-    place = matcher.place([])
+    matcher, mask = GrammarMatcher(grammar), np.ones(1, np.uint32)
+    _, place = matcher.known([], PLENTY)
     matcher.tell(place, mask)
-    assert matcher.told(place) is mask
+    assert matcher.known([], PLENTY) == (mask, place)
     grammar.endings._forget()  # as `forget_if_full` does while another row is looked at
     matcher.tell(place, mask)
-    assert matcher.told(place) is None
+    assert GrammarMatcher(grammar).known([], PLENTY)[0] is None
 
 
 def test_no_answer_is_shorter_than_the_shortest(grammars):
@@ -207,8 +218,7 @@ def test_tagged_parts_of_free_text_are_held_to_their_schemas(grammars):
         mask = np.zeros((1, WORDS), np.uint32)
         liked = byte_ids('<f=[x</"y')
         for _ in range(60):
-            mask[:] = 0xFFFFFFFF
-            MaskFiller().narrow(mask, [MaskRow(0, matcher, ids, PLENTY, True)])
+            mask[:] = allowed_by(MaskFiller(), matcher, ids, PLENTY, goes_on=True)
             allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
             likely = [token for token in liked if token in allowed]
             ids.append(int(rng.choice(likely if likely and rng.random() < 0.6 else allowed)))

@@ -18,7 +18,7 @@ from jaxpaged.text.grammars.refusal import refusal
 from jaxpaged.text.grammars.vocabulary import TokenTree
 
 MAX_PLACES = 5_000  # kept at once
-MAX_MASK_WORDS = 1 << 22  # kept at once: 16 MB
+MAX_MASK_WORDS = 1 << 23  # kept at once: 32 MB
 MAX_COUNTED = 1 << 16
 FEW_ASKED = 2000  # masks by place, after which it is known whether they come again
 MAX_ALIKE = 1_000  # states an answer may be in at the same time
