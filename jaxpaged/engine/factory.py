@@ -16,7 +16,6 @@ import numpy as np
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
-from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -117,24 +116,24 @@ def build_engine(
             template = template_for(config.model, tokenizer)
         weights = max(bytes_in_use(placement and placement.devices), weights)
         plan = plan_or_refuse(config, loaded.config, weights, dtype, device, draft)
-        config, model = settled(config, plan), plan.model
+        config = settled(config, plan)
+        ladder = ladder_of(config)
         programs = make_programs(
             config, plan, loaded, dtype, placement, attention, processors, early
         )
         if compiles_all(config, warm, is_cpu=device.is_cpu):
             # before the pool takes the memory in which XLA tries ways to multiply
             with _timed(phases, "programs"), memory_explained(plan):
-                warm_up(programs, ladder_of(config), show_progress)
+                warm_up(programs, ladder, show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
-        runner = make_runner(plan, loaded, placement, programs, ladder_of(config))
-    parts = _host_side(config, plan, processors, draft_cost(files))
-    metrics = _metrics(config, plan, dtype)
-    watch_pages(metrics, parts.scheduler)
+        runner = make_runner(plan, loaded, placement, programs, ladder)
+    scheduler = _make_scheduler(config, plan, draft_cost(files))
+    metrics = _metrics(config, plan, dtype, scheduler)
     engine = Engine(
         runner,
-        parts.scheduler,
-        parts.builder,
-        parts.ladder,
+        scheduler,
+        _make_builder(plan, scheduler, processors),
+        ladder,
         tokenizer,
         metrics,
         max_in_flight=runner.num_stages + config.scheduler.async_scheduling,
@@ -142,22 +141,34 @@ def build_engine(
     )
     inputs = InputProcessor(
         tokenizer,
-        model.vocab,
-        model.max_len,
+        plan.model.vocab,
+        plan.model.max_len,
         config.model.seed,
-        tuple(logits_processors or ()),
+        tuple(processors),
         config.cache.page_size if config.cache.enable_prefix_caching else 0,
     )
     calm_collector()
     log.info("ready: %s", ", ".join(f"{name} {s:.1f} s" for name, s in phases.items()))
-    defaults = default_sampling_params(loaded.path, config)
-    return EngineParts(engine, inputs, tokenizer, template, model, config, defaults, phases, plan)
+    return EngineParts(
+        engine,
+        inputs,
+        tokenizer,
+        template,
+        plan.model,
+        config,
+        default_sampling_params(loaded.path, config),
+        phases,
+        plan,
+    )
 
 
-def _metrics(config: EngineConfig, plan: MemoryPlan, dtype: np.dtype) -> EngineMetrics:
+def _metrics(
+    config: EngineConfig, plan: MemoryPlan, dtype: np.dtype, scheduler: Scheduler
+) -> EngineMetrics:
     rank = config.parallel.data_parallel_rank
     metrics = EngineMetrics(_served_name(config), plan.model.max_len, rank)
     watch_devices(metrics, config.parallel.device_ids)
+    watch_pages(metrics, scheduler)
     metrics.cache_config(
         block_size=config.cache.page_size,
         num_gpu_blocks=plan.num_pages,
@@ -170,27 +181,12 @@ def _metrics(config: EngineConfig, plan: MemoryPlan, dtype: np.dtype) -> EngineM
     return metrics
 
 
-@dataclass(frozen=True)
-class _HostSide:
-    scheduler: Scheduler
-    builder: BatchBuilder
-    ladder: BucketLadder
-
-
-def _host_side(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    processors: Mapping[str, LogitsProcessor],
-    cost_of_guess: float,
-) -> _HostSide:
+def _make_scheduler(config: EngineConfig, plan: MemoryPlan, cost_of_guess: float) -> Scheduler:
     cache, sched, model = config.cache, config.scheduler, plan.model
-    max_num_seqs, budget = plan.max_num_seqs, plan.max_num_batched_tokens
-    page_size, pools = plan.page_size, plan.pools
-    pages_per_seq = -(-model.max_len // page_size)
-    pool, local = pools.make(page_size, model.local_window)
+    pool, local = plan.pools.make(plan.page_size, model.local_window)
     limits = SchedulerLimits(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
         max_model_len=model.max_len,
         enable_prefix_caching=cache.enable_prefix_caching,
         long_prefill_token_threshold=sched.long_prefill_token_threshold,
@@ -206,10 +202,16 @@ def _host_side(
     scheduler = Scheduler(limits, pool, PrefixCache(pool), local)
     if sched.record is not None:
         scheduler = cast("Scheduler", RecordedScheduler(scheduler, Path(sched.record)))
+    return scheduler
+
+
+def _make_builder(
+    plan: MemoryPlan, scheduler: Scheduler, processors: Mapping[str, LogitsProcessor]
+) -> BatchBuilder:
+    page_size, model = plan.page_size, plan.model
     bits = {name: bit for bit, name in enumerate(processors)}
-    sizes = pages_per_seq, page_size, max_num_seqs, model.vocab
-    builder = BatchBuilder(*sizes, bits, local, pools.has_both)
-    return _HostSide(scheduler, builder, ladder_of(config))
+    sizes = -(-model.max_len // page_size), page_size, plan.max_num_seqs, model.vocab
+    return BatchBuilder(*sizes, bits, scheduler.local, plan.pools.has_both)
 
 
 def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
