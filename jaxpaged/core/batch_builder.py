@@ -90,14 +90,15 @@ class BatchBuilder:
         q_lens = np.array(rows.q_lens, np.int32)
         self._fill_tokens(views, plan, slots, starts, q_lens)
         self._fill_rows(views, bucket, slots, starts + q_lens, q_lens)
-        places = starts + q_lens
+        places, samples = starts + q_lens, rows.samples
         if plan.drafts:
             slots, places = np.repeat(slots, q_lens), views["positions"][:num_tokens] + 1
-            rows = self._sample_everywhere(views, plan, slots)
+            samples = [True] * num_tokens
+            self._sample_everywhere(views, plan, slots)
         if bucket.sampler != "greedy":
             self._fill_sampling(views, slots, places)
         if bucket.sampler in ("full", "scored"):
-            self._fill_penalties(views, rows, slots)
+            self._fill_penalties(views, slots, samples)
         if bucket.sampler in ("masked", "full", "scored"):
             self._fill_edits(views, rows, slots)
         if bucket.sampler == "scored":
@@ -229,17 +230,13 @@ class BatchBuilder:
             last[num:] = bucket.num_logits
         last[:num] = ends - 1
 
-    def _sample_everywhere(self, views: Views, plan: StepPlan, slots: np.ndarray) -> RowColumns:
-        """Sample at every token of a step with drafts; the rows, one a token."""
-        rows, tokens = RowColumns(), plan.num_tokens
+    def _sample_everywhere(self, views: Views, plan: StepPlan, slots: np.ndarray) -> None:
+        """Sample at every token of a step with drafts, whose rows have no edits."""
         views["logit_rows"][:] = np.arange(len(views["logit_rows"]), dtype=np.int32)
-        views["sample_slots"][:tokens] = slots
-        for i, row in enumerate(plan.rows):
-            for place in range(row.q_len):
-                if i in plan.drafts:  # the host gives such a row's next token
-                    views["sample_slots"][len(rows)] = self.max_num_seqs
-                rows.add(row._replace(start=row.start + place, q_len=1))
-        return rows
+        is_drafting = np.zeros(plan.num_rows, bool)
+        is_drafting[list(plan.drafts)] = True  # the host gives such a row's next token
+        is_drafting = np.repeat(is_drafting, plan.columns.q_lens)
+        views["sample_slots"][: len(slots)] = np.where(is_drafting, self.max_num_seqs, slots)
 
     def _fill_sampling(self, views: Views, slots: np.ndarray, positions: np.ndarray) -> None:
         num = len(slots)
@@ -248,12 +245,12 @@ class BatchBuilder:
         views["top_p"][num:] = 1.0
         views["position"][:num] = positions
 
-    def _fill_penalties(self, views: Views, rows: RowColumns, slots: np.ndarray) -> None:
-        num = len(rows)
+    def _fill_penalties(self, views: Views, slots: np.ndarray, samples: Seq[bool]) -> None:
+        num = len(slots)
         for name, values in self._edit_fields.items():
             views[name][:num] = values[slots]
         views["repetition_penalty"][num:] = 1.0
-        views["counts_row"][:num] &= rows.samples
+        views["counts_row"][:num] &= samples
         views["told_ids"][:, 0] = -1
 
     def _fill_edits(self, views: Views, rows: RowColumns, slots: np.ndarray) -> None:

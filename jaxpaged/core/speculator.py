@@ -170,7 +170,7 @@ class Speculator:
         self._num_rows = len(running)
         if not self._may_draft(running) or has_waiting:
             self._drafts_for({})
-        elif self._has_news or self._lengths:
+        elif self._has_news:
             self._choose(running)
         draft.speculates = bool(self._lengths)
 
