@@ -125,10 +125,13 @@ class ServedEngine(ABC):
         return text, ids
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], /, **options: Any
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, /, **options: Any
     ) -> dict[str, Any]:
-        """A conversation through the chat template, rendered and tokenised in a worker thread."""
-        return await self._texts.chat_prompt(messages, **options)
+        """A conversation through the chat template, rendered and tokenised in a worker thread.
+
+        A text of over `most` characters is refused before it is tokenised.
+        """
+        return await self._texts.chat_prompt(messages, most, **options)
 
     async def generate(
         self,

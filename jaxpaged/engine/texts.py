@@ -37,18 +37,23 @@ class PromptTexts:
     async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
         /,  # options have names that clients choose
         *,
         chat_template: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """A conversation through the model's template or another one, in a worker thread."""
-        return await asyncio.to_thread(self._render, chat_template, messages, options)
+        """A conversation through the model's template or another one, in a worker thread.
+
+        A text of over `most` characters is refused before it is encoded.
+        """
+        return await asyncio.to_thread(self._render, chat_template, messages, most, options)
 
     def _render(
         self,
         source: str | None,
         messages: Sequence[Mapping[str, Any]],
+        most: int | None,
         options: Mapping[str, Any],
     ) -> dict[str, Any]:
         tokenizer = self._inputs.tokenizer
@@ -56,18 +61,19 @@ class PromptTexts:
             template = chat_template(self._template)
         else:
             template = request_template(source, tuple(tokenizer.special_tokens.items()))
-        return render_chat(template, tokenizer, messages, **options)
+        return render_chat(template, tokenizer, messages, most, **options)
 
 
 def render_chat(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
+    most: int | None = None,
     /,
     **options: Any,
 ) -> dict[str, Any]:
-    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""
-    text, ids = render_literally(template, tokenizer, messages, **options)
+    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`; see `render_literally`."""
+    text, ids = render_literally(template, tokenizer, messages, most, **options)
     return {"prompt": text, "prompt_token_ids": ids}
 
 

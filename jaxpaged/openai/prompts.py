@@ -75,7 +75,7 @@ def check_text(
 
     One whose tokens will be cut may be longer, though not as long as to occupy a thread for good.
     """
-    most = engine.max_model_len * engine.tokenizer.max_token_chars
+    most = _most_chars(engine)
     if is_cut and len(text) > max(most, MAX_CUT_TEXT):
         raise RequestError(
             f"{param} has {len(text)} characters, allowed are {max(most, MAX_CUT_TEXT)} of a text "
@@ -88,6 +88,11 @@ def check_text(
             f"{most}: shorten it",
             param=param,
         )
+
+
+def _most_chars(engine: ServedEngine | ServedPooling) -> int:
+    """No longer text fits the model's context, whatever it says."""
+    return engine.max_model_len * engine.tokenizer.max_token_chars
 
 
 async def encode_chat(
@@ -135,6 +140,7 @@ async def encode_chat(
         )
     return await engine.chat_prompt(
         messages,
+        None if is_cut else _most_chars(engine),
         chat_template=body.chat_template,
         add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
         continue_final_message=goes_on,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from jaxpaged.errors import RequestError
 from jaxpaged.text.templates import ChatTemplate
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -19,6 +20,7 @@ def render_literally(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
+    most: int | None = None,
     /,  # options have names that clients choose
     **options: Any,
 ) -> tuple[str, list[int]]:
@@ -26,14 +28,17 @@ def render_literally(
 
     The template writes control tokens itself, BOS included; those inside what users and tools say
     become the tokens of their characters.
+
+    Raises:
+        RequestError: the text has over `most` characters; it has not been encoded then.
     """
     control = tokenizer.control_pattern
     if control is None or not any(control.search(text) for text in _typed_texts(messages)):
-        text = template.render(messages, **options)
+        text = _bounded(template.render(messages, **options), most)
         return text, tokenizer.encode(text, add_special_tokens=False)
     begin, end = _unused_marks(messages)
     marked = [_marked(message, control, begin, end) for message in messages]
-    pieces = re.split(f"{begin}|{end}", template.render(marked, **options))
+    pieces = re.split(f"{begin}|{end}", _bounded(template.render(marked, **options), most))
     ids: list[int] = []
     for place, piece in enumerate(pieces):  # each second one was typed
         if place % 2:
@@ -41,6 +46,16 @@ def render_literally(
         elif piece:
             ids += tokenizer.encode(piece, add_special_tokens=False)
     return "".join(pieces), ids
+
+
+def _bounded(text: str, most: int | None) -> str:
+    if most is not None and len(text) > most:
+        raise RequestError(
+            f"messages and tools make {len(text)} characters with the chat template; the model's "
+            f"context holds at most {most}: shorten them",
+            param="messages",
+        )
+    return text
 
 
 def _typed_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:

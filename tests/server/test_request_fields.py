@@ -114,6 +114,17 @@ async def test_a_text_that_is_cut_may_be_long_and_not_endless(server, monkeypatc
         assert (await server.post(cut | message, CHAT)).status == status
 
 
+@pytest.mark.parametrize("content", ["x", "</s>"])
+async def test_what_a_template_writes_is_measured_before_it_is_encoded(start, content):
+    server = await start(template="{{ messages[0]['role'] }}{{ messages[1]['content'] }}")
+    messages = [{"role": "r" * 200_000, "content": ""}, {"role": "user", "content": content}]
+    reply = await server.post({"messages": messages}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+    assert "characters with the chat template" in reply.error["message"]
+    cut = {"messages": messages, "truncate_prompt_tokens": 3, "max_tokens": 1}
+    assert (await server.post(cut, CHAT)).status == 200
+
+
 async def test_values_for_the_template_are_few(server):
     reply = await server.post(
         HELLO | {"chat_template_kwargs": {f"k{i}": 1 for i in range(129)}}, CHAT
