@@ -26,7 +26,6 @@ from tests.core.fake_device import make_limits
 VOCAB, PAGE_SIZE, MAX_LEN = 64_000, 16, 1024
 LIST = np.random.default_rng(0).integers(1000, VOCAB, 300)
 START_S, STEP_S, TOKEN_S, READ_S = 1.3e-3, 1e-3, 1e-5, 3e-4  # of a small model on an H200
-SPECULATION = Speculation("ngram", 5, 4, 2)
 
 
 class TimedDevice:
@@ -90,10 +89,11 @@ class TimedDevice:
 def timed(monkeypatch, tmp_path):
     """Runs requests that each go on with a list; the device afterwards, and the answers."""
 
-    def run(rows, *, guesses=True, steps=8, lengths=(60,), single_cost=0.0, **device_fields):
+    def run(rows, *, guesses=5, steps=8, lengths=(60,), single_cost=0.0, **device_fields):
         device = TimedDevice(**device_fields)
         monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: device.now))
-        speculation, pool = SPECULATION if guesses else None, PagePool(2 + rows * 64, PAGE_SIZE)
+        speculation = Speculation("ngram", guesses, 4, 2) if guesses else None
+        pool = PagePool(2 + rows * 64, PAGE_SIZE)
         limits = make_limits(
             max_num_seqs=rows,
             max_num_batched_tokens=2048,
@@ -115,7 +115,7 @@ def timed(monkeypatch, tmp_path):
             2,
             steps,
         )
-        engine.metrics.enable_speculation(SPECULATION.num_speculative_tokens)
+        engine.metrics.enable_speculation(guesses)
         inputs = InputProcessor(ids_only_tokenizer(), VOCAB, MAX_LEN, 0, ())
         llm = LLM.from_parts(
             SimpleNamespace(engine=engine, inputs=inputs, tokenizer=ids_only_tokenizer())
@@ -145,7 +145,7 @@ def num_started(device, kind):
     "fields", [{"rows": 33}, {"rows": 3, "repeats": False}], ids=["many rows", "nothing repeats"]
 )
 def test_who_drafts_nothing_runs_exactly_as_without_drafts(timed, fields, steps):
-    plain, wanted = timed(guesses=False, steps=steps, **fields)
+    plain, wanted = timed(guesses=0, steps=steps, **fields)
     device, ids = timed(steps=steps, **fields)
     assert ids == wanted
     num_same = len(plain.log) * 4 // 5 if "repeats" not in fields else None  # then rows are few
@@ -158,19 +158,21 @@ def test_who_drafts_nothing_runs_exactly_as_without_drafts(timed, fields, steps)
 
 
 @pytest.mark.parametrize(
-    ("step_s", "steps", "gain"), [(STEP_S, 8, 1.8), (8 * STEP_S, 1, 3)], ids=["chain", "large"]
+    ("step_s", "steps", "guesses", "gain"),
+    [(STEP_S, 8, 5, 1.8), (STEP_S, 8, 15, 3.5), (8 * STEP_S, 1, 5, 3)],
+    ids=["chain", "chain, many guesses", "large"],
 )
-def test_who_is_alone_and_copies_is_faster(timed, step_s, steps, gain):
+def test_who_is_alone_and_copies_is_faster(timed, step_s, steps, guesses, gain):
     fields = {"lengths": (300,), "step_s": step_s, "steps": steps}
-    plain, wanted = timed(1, guesses=False, **fields)
-    device, ids = timed(1, **fields)
+    plain, wanted = timed(1, guesses=0, **fields)
+    device, ids = timed(1, guesses=guesses, **fields)
     assert ids == wanted
     assert plain.now / device.now > gain
 
 
 def test_beside_a_row_that_waits_for_its_tokens_nobody_goes_several_steps_ahead(timed):
     fields = {"lengths": (200,), "single_cost": 1.0, "step_s": 8 * STEP_S}
-    plain, wanted = timed(2, guesses=False, strangers=(0,), **fields)
+    plain, wanted = timed(2, guesses=0, strangers=(0,), **fields)
     device, ids = timed(2, strangers=(0,), **fields)
     assert ids == wanted
     names = [name for name, _ in device.log if name != "read"]
@@ -183,7 +185,7 @@ def test_beside_a_row_that_waits_for_its_tokens_nobody_goes_several_steps_ahead(
 
 def test_drafts_begin_when_most_rows_have_ended(timed):
     lengths = (200, *[30] * 32)
-    plain, wanted = timed(33, guesses=False, lengths=lengths)
+    plain, wanted = timed(33, guesses=0, lengths=lengths)
     device, ids = timed(33, lengths=lengths)
     assert ids == wanted
     assert num_started(device, "draft") > 20
@@ -193,7 +195,7 @@ def test_drafts_begin_when_most_rows_have_ended(timed):
 
 
 def test_drafts_that_take_longer_than_they_gain_are_given_up_and_tried_again_seldom(timed):
-    plain, wanted = timed(1, guesses=False, lengths=(600,))
+    plain, wanted = timed(1, guesses=0, lengths=(600,))
     device, ids = timed(1, lengths=(600,), slower=8)
     assert ids == wanted
     assert 2 <= num_started(device, "draft") <= 12
