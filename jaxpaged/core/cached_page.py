@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpaged.core.hashing import TOKEN_BYTES, as_bytes
-from jaxpaged.core.sequence import Parent, Sequence
+from jaxpaged.core.sequence import Parent, Root, Sequence
 
 SHARED_SALT = "\0shared"  # of prefixes that all may read; no client can name it
 
@@ -37,6 +37,12 @@ def token_bytes_of(seq: Sequence, start: int, end: int) -> bytes:
     if end * TOKEN_BYTES <= len(known):
         return known[start * TOKEN_BYTES : end * TOKEN_BYTES]
     return as_bytes(seq.token_ids[start:end])
+
+
+def seed_of(root: Root) -> str:
+    """What the hashes of pages that go back to this begin with."""
+    cache_salt, adapter_id = root
+    return f"{adapter_id}\0{cache_salt}" if adapter_id else cache_salt
 
 
 def parent_after(entry: CachedPage, seq: Sequence) -> Parent:

@@ -8,9 +8,18 @@ from jaxpaged.core.cached_page import (
     Begun,
     CachedPage,
     parent_after,
+    seed_of,
     token_bytes_of,
 )
-from jaxpaged.core.hashing import HASH_BITS, TOKEN_BYTES, as_bytes, page_hashes, shortened
+from jaxpaged.core.hashing import (
+    HASH_BITS,
+    TOKEN_BYTES,
+    as_bytes,
+    next_hash,
+    page_hashes,
+    root_hash,
+    shortened,
+)
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.sequence import Parent, Sequence
 from jaxpaged.core.stretches import Stretches
@@ -156,18 +165,22 @@ class PrefixCache:
 
         All of these must be read by the host, and computed by a step that is planned already.
         """
-        page_size = self.pool.page_size
-        num_pages = num_tokens // page_size
-        if len(seq.page_hashes) < num_pages:
-            self._extend_hashes(seq)
+        page_size, first = self.pool.page_size, seq.num_registered_pages
+        num_pages, hashes = num_tokens // page_size, seq.page_hashes
+        if len(hashes) < first:
+            hashes = self._extend_hashes(seq)
         if seq.request.cache_root[0] == SHARED_SALT:
             self._longest_shared = max(self._longest_shared, num_pages)
-        first, page_bytes = seq.num_registered_pages, page_size * TOKEN_BYTES
+        page_bytes = page_size * TOKEN_BYTES
         token_bytes = token_bytes_of(seq, first * page_size, num_pages * page_size)
         for index in range(first, num_pages):
             parent = seq.prefix if index else seq.request.cache_root
             at = (index - first) * page_bytes
-            key, own = self._key(seq.page_hashes[index]), token_bytes[at : at + page_bytes]
+            own = token_bytes[at : at + page_bytes]
+            if len(hashes) == index:
+                before = hashes[-1] if index else root_hash(seed_of(seq.request.cache_root))
+                hashes.append(next_hash(before, own))
+            key = self._key(hashes[index])
             seq.prefix = self._enter(seq, key, seq.page_ids[index], parent, own)
             seq.num_registered_pages = index + 1
         self._stretches.remember(seq, first, num_pages)
@@ -284,16 +297,16 @@ class PrefixCache:
         if key is not None:
             del self._begun[key]
 
-    def _extend_hashes(self, seq: Sequence) -> None:
-        seq.page_hashes = page_hashes(
-            seq.token_ids, self.pool.page_size, _seed(*seq.request.cache_root), seq.page_hashes
-        )
+    def _extend_hashes(self, seq: Sequence) -> list[bytes]:
+        salt, known = seed_of(seq.request.cache_root), seq.page_hashes
+        seq.page_hashes = page_hashes(seq.token_ids, self.pool.page_size, salt, known)
+        return seq.page_hashes
 
     def _shared_hash(self, seq: Sequence, index: int) -> bytes:
         if len(seq.shared_hashes) <= index:
             # the first page tells most sequences that they share nothing
             num_tokens = (self._longest_shared if index else 1) * self.pool.page_size
-            salt = _seed(SHARED_SALT, seq.request.adapter_id)
+            salt = seed_of((SHARED_SALT, seq.request.adapter_id))
             seq.shared_hashes = page_hashes(seq.token_ids[:num_tokens], self.pool.page_size, salt)
         return seq.shared_hashes[index]
 
@@ -303,7 +316,3 @@ class PrefixCache:
 
 def _nobody_listens(page: CachedPage) -> None:
     pass
-
-
-def _seed(cache_salt: str, adapter_id: str) -> str:
-    return f"{adapter_id}\0{cache_salt}" if adapter_id else cache_salt
