@@ -123,6 +123,22 @@ def test_a_cached_page_that_is_shared_again_is_not_evicted():
     assert pool.num_free == 0
 
 
+def test_the_line_of_cached_pages_stays_short_and_in_order():
+    pool = PagePool(6, 4)
+    evicted = []
+    pool.on_evict = evicted.append
+    first, second, third, fourth, fifth = kept_pages(pool, 5)
+    for pages in ([first], [second], [third, fourth], [fifth]):
+        pool.give_back(pages)
+    for _ in range(100):
+        pool.share([second, fifth])
+        pool.give_back([second, fifth])
+        assert len(pool._line) <= 3 * pool.num_pages
+        pool.check()
+    pool.take(5)
+    assert evicted == [first, fourth, third, fifth, second]
+
+
 def test_sharing_a_blank_page_is_refused():
     pool = PagePool(4, 4)
     with pytest.raises(InvariantError, match="page 2 is blank"):
