@@ -2,12 +2,13 @@
 
 import logging
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
 
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
-from jaxpaged.openai.answers import check_output, outputs_of, whole_answer
+from jaxpaged.openai.answers import check_output, off_the_loop, outputs_of, whole_answer
 from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.streams import Numbered
@@ -60,7 +61,8 @@ async def stream_outputs(
             async for number, output in outputs:
                 check_output(output)
                 await stream.start()
-                await stream.send(writer.events(number, output))
+                events = await off_the_loop(output, partial(writer.events, number, output))
+                await stream.send(events)
             await stream.send(writer.last())
         except ConnectionError as error:
             log.info("%s: %s", request.path, error)

@@ -1,5 +1,6 @@
 """Requests and tokens a minute, of all clients and of one key, by buckets that fill steadily."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,9 +60,11 @@ class RateLimits:
                 least = max(1.0, spare * bucket.limit)
                 if bucket.level < least:
                     whose = "the server's limit" if owner == ALL else "the limit of this key"
+                    wait_s = bucket.seconds_until(least)
                     raise RateLimited(
-                        f"{whose} is {bucket.limit:.0f} {kind} a minute",
-                        retry_after_s=bucket.seconds_until(least),
+                        f"{whose} is {bucket.limit:.0f} {kind} a minute: try again in "
+                        f"{math.ceil(wait_s)} s",
+                        retry_after_s=wait_s,
                     )
         for _, bucket in kinds["requests"]:
             bucket.level -= 1

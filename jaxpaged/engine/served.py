@@ -1,5 +1,6 @@
 """An engine as the server and other callers in one event loop see it."""
 
+import asyncio
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,17 +10,20 @@ from typing import Any
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import OutputKind, SamplingParams, check_token_ids
-from jaxpaged.core.request import Pin, Request
+from jaxpaged.core.request import Pin, Request, TokenEvent
 from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.beam_search import check_room
 from jaxpaged.engine.inbox import EventSink, Inbox, Sinks, spaced
 from jaxpaged.engine.inputs import InputProcessor, Prompt
-from jaxpaged.engine.outputs import RequestOutput
+from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.served_beams import BeamSearch
 from jaxpaged.engine.texts import PromptTexts
-from jaxpaged.errors import PromptTooLong
+from jaxpaged.errors import PromptTooLong, RequestError
 from jaxpaged.metrics import EngineLoad
 from jaxpaged.text.templates import ChatTemplate
+
+MAX_REPEATED_SCORES = 2**20  # logprobs of a prompt that several answers tell
+LONG_PROMPT = 256  # tokens whose logprobs are read elsewhere than in the event loop
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class ServedEngine(ABC):
         if len(ids) > self.max_model_len:
             most = 1 if params.max_tokens is None else params.max_tokens
             raise PromptTooLong(len(ids), most, self.max_model_len)
+        _check_scores(len(ids), params)
         return text, ids
 
     async def chat_prompt(
@@ -168,7 +173,7 @@ class ServedEngine(ABC):
         assembler = Assembler(request, text, self.tokenizer)
         try:
             while not assembler.is_finished:
-                parts = [assembler.add(event) for event in await inbox.take()]
+                parts = [await _added(assembler, event) for event in await inbox.take()]
                 output = assembler.output(parts)
                 if output is not None:
                     yield output
@@ -255,3 +260,24 @@ class ServedEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the engine and free the device."""
+
+
+def _check_scores(prompt_len: int, params: SamplingParams) -> None:
+    """Every answer tells the logprobs of the prompt: refuse to tell many of them many times."""
+    if params.prompt_logprobs is None or params.n == 1:
+        return
+    num_scores = params.n * prompt_len * (params.prompt_logprobs + 1)
+    if num_scores > MAX_REPEATED_SCORES:
+        raise RequestError(
+            f"n is {params.n}: each answer would tell the logprobs of the prompt's {prompt_len} "
+            f"tokens, {num_scores} in all, allowed are {MAX_REPEATED_SCORES}: lower n, or score "
+            "the prompt in a request of its own",
+            param="n",
+        )
+
+
+async def _added(assembler: Assembler, event: TokenEvent) -> CompletionOutput:
+    """What an event adds; the logprobs of a long prompt are read in a worker thread."""
+    if event.prompt_logprobs is not None and len(event.prompt_logprobs) > LONG_PROMPT:
+        return await asyncio.to_thread(assembler.add, event)
+    return assembler.add(event)

@@ -1,8 +1,9 @@
 """A job's answers: its outputs as they come, or all of them as one object."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,11 +13,13 @@ from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import GenerationFailed, JaxPagedError, OutOfTime, RequestError
 from jaxpaged.openai.chat import chat_job, read_chat
-from jaxpaged.openai.chunks import Usage
+from jaxpaged.openai.chunks import Usage, encode
 from jaxpaged.openai.completions import completion_job, read_completion
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.schema import ChatRequest
 from jaxpaged.openai.streams import Numbered, Outputs, merged
+
+MANY_PLACES = 256  # with logprobs, whose writing takes some 5 ms
 
 
 def outputs_of(job: Job, engine: ServedEngine) -> Numbered:
@@ -39,21 +42,37 @@ async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:
         GenerationFailed: the model failed on one of its prompts.
         RequestError: a grammar of the request did.
     """
-    usage, choices = job.usage, dict[int, dict[str, Any]]()
+    usage, choices = job.usage, dict[int, msgspec.Raw]()
     async with aclosing(outputs_of(job, engine)) as outputs:
         async for number, output in outputs:
             check_output(output)
             usage.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
-            for part in output.outputs:
-                usage.completion_tokens += len(part.token_ids)
-                index = job.index(number, part.index)
-                choices[index] = job.form.choice(index, output, part)
+            usage.completion_tokens += sum(len(part.token_ids) for part in output.outputs)
+            choices |= await off_the_loop(output, partial(_choices, job, number, output))
     fields = job.envelope.fields(job.form.kind)
     fields["choices"] = [choices[index] for index in sorted(choices)]
     fields["usage"] = usage.fields()
     if job.params.explain:
         fields["explain"] = [await engine.explanation(name) for name in job.request_ids]
     return fields
+
+
+def _choices(job: Job, number: int, output: RequestOutput) -> dict[int, msgspec.Raw]:
+    """What an output says of its answers, each written by itself."""
+    written: dict[int, msgspec.Raw] = {}
+    for part in output.outputs:
+        index = job.index(number, part.index)
+        written[index] = msgspec.Raw(encode(job.form.choice(index, output, part)))
+    return written
+
+
+async def off_the_loop[T](output: RequestOutput, write: Callable[[], T]) -> T:
+    """Write what an output says: in a worker thread where that takes long, as many logprobs do."""
+    scored = [part for part in output.outputs if part.logprobs is not None]
+    num_places = sum(len(part.token_ids) for part in scored)
+    if output.prompt_logprobs is not None:
+        num_places += len(output.prompt_logprobs) * len(output.outputs)
+    return await asyncio.to_thread(write) if num_places > MANY_PLACES else write()
 
 
 async def answer_body(

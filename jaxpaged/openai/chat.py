@@ -14,7 +14,7 @@ from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.chunks import CHAT, Envelope, Usage
 from jaxpaged.openai.job import Job
-from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
+from jaxpaged.openai.logprobs import PromptScores, TokenLabels, chat_logprobs
 from jaxpaged.openai.params import beam_params, chat_params, check_logprobs, salt_of
 from jaxpaged.openai.parsed import ParsedAnswer, ToolReading
 from jaxpaged.openai.prompts import encode_chat
@@ -138,6 +138,7 @@ class ChatForm:
         self._answers: dict[int, ParsedAnswer] = {}
         as_ids = bool(body.return_tokens_as_token_ids)
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
+        self._scores = PromptScores(self._labels)
         self._told: set[int] = set()  # answers whose prompt's logprobs are out
         adds_more = body.logprobs or body.return_token_ids or body.prompt_logprobs is not None
         self.is_plain = not (adds_more or parsing)
@@ -176,7 +177,7 @@ class ChatForm:
         if self._body.prompt_logprobs is None or index in self._told:
             return {}
         self._told.add(index)
-        return {"prompt_logprobs": prompt_logprobs(self._labels, output.prompt_logprobs or ())}
+        return {"prompt_logprobs": self._scores.of(output)}
 
     def parsed(self) -> ParsedAnswer:
         """What reads the one answer of other endpoints; one that is content as it stands too."""

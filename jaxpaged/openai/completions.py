@@ -9,7 +9,7 @@ from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import COMPLETION, Envelope, Usage
 from jaxpaged.openai.job import Job
-from jaxpaged.openai.logprobs import CompletionLogprobs, TokenLabels, prompt_logprobs
+from jaxpaged.openai.logprobs import CompletionLogprobs, PromptScores, TokenLabels
 from jaxpaged.openai.params import beam_params, check_logprobs, completion_params, salt_of
 from jaxpaged.openai.prompts import completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, decode_body
@@ -53,6 +53,7 @@ class CompletionForm:
         self._body, self._params, self._tokenizer = body, params, engine.tokenizer
         as_ids = bool(body.return_tokens_as_token_ids)
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
+        self._scores = PromptScores(self._labels)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
         adds_more = body.return_token_ids or body.echo or body.prompt_logprobs is not None
@@ -76,7 +77,7 @@ class CompletionForm:
             "stop_reason": part.stop_reason,
         }
         if self._body.prompt_logprobs is not None and is_first:
-            choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
+            choice["prompt_logprobs"] = self._scores.of(output)
         if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids
             choice["prompt_token_ids"] = list(output.prompt_token_ids) if is_first else None

@@ -10,7 +10,7 @@ from jaxpaged.engine.served import ServedEngine
 from jaxpaged.openai.chunks import Envelope, Usage
 from jaxpaged.openai.completions import read_completion
 from jaxpaged.openai.job import Job
-from jaxpaged.openai.logprobs import TokenLabels, chat_logprobs, prompt_logprobs
+from jaxpaged.openai.logprobs import PromptScores, TokenLabels, chat_logprobs
 from jaxpaged.openai.params import beam_params, check_logprobs, completion_params, salt_of
 from jaxpaged.openai.prompts import completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, GenerateRequest, decode_body
@@ -59,6 +59,7 @@ class TokensForm:
     def __init__(self, body: CompletionRequest, engine: ServedEngine, request_id: str | None):
         self._body, self._request_id = body, request_id
         self._labels = TokenLabels(engine.tokenizer, as_ids=True)
+        self._scores = PromptScores(self._labels)
         self._begun: set[int] = set()
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -80,7 +81,7 @@ class TokensForm:
             told = self._body.logprob_token_ids or self._body.logprobs
             choice["logprobs"] = chat_logprobs(self._labels, part.token_ids, places, told)
         if self._body.prompt_logprobs is not None and index not in self._begun:
-            choice["prompt_logprobs"] = prompt_logprobs(self._labels, output.prompt_logprobs or ())
+            choice["prompt_logprobs"] = self._scores.of(output)
         if self._request_id is not None:
             choice["request_id"] = self._request_id
         self._begun.add(index)

@@ -4,7 +4,9 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpaged.engine.outputs import Logprob, PlaceLogprobs
+import msgspec
+
+from jaxpaged.engine.outputs import Logprob, PlaceLogprobs, RequestOutput
 from jaxpaged.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
@@ -88,22 +90,36 @@ def chat_logprobs(
     }
 
 
-def prompt_logprobs(
-    labels: TokenLabels, places: Sequence[PlaceLogprobs | None]
-) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: by token id, the first place null."""
-    return [None if place is None else _by_id(labels, place) for place in places]
+class PromptScores:
+    """vLLM's `prompt_logprobs`: by token id, the first place null. Every answer tells them, so they
+    are written once for all answers that come together, each place by itself.
+    """
 
+    def __init__(self, labels: TokenLabels):
+        self._labels = labels
+        self._places: object = None
+        self._written = msgspec.Raw(b"[]")
 
-def _by_id(labels: TokenLabels, place: PlaceLogprobs) -> dict[str, Any]:
-    return {
-        str(token): {
-            "logprob": finite(entry.logprob),
-            "rank": entry.rank,
-            "decoded_token": labels.label(token),
-        }
-        for token, entry in place.items()
-    }
+    def of(self, output: RequestOutput) -> msgspec.Raw:
+        places = output.prompt_logprobs
+        if places is not self._places and places is not None:
+            self._places = places
+            self._written = msgspec.Raw(b"[" + b",".join(map(self._place, places)) + b"]")
+        return self._written
+
+    def _place(self, place: PlaceLogprobs | None) -> bytes:
+        if place is None:
+            return b"null"
+        return msgspec.json.encode(
+            {
+                str(token): {
+                    "logprob": finite(entry.logprob),
+                    "rank": entry.rank,
+                    "decoded_token": self._labels.label(token),
+                }
+                for token, entry in place.items()
+            }
+        )
 
 
 def _top(place: PlaceLogprobs, told: int | Sequence[int]) -> list[tuple[int, Logprob]]:

@@ -1,12 +1,13 @@
 """Fields of a request that change what is told, and how it is cut: not what is generated."""
 
+import asyncio
 import time
 
 import pytest
 
 from jaxpaged.openai import prompts
 from server.state import ServerLimits
-from tests.server.conftest import CHAT
+from tests.server.conftest import CHAT, COMPLETIONS
 
 HELLO = {"messages": [{"role": "user", "content": "ABC"}], "max_tokens": 4}
 TRUSTING = {"model_settings": {"trust_request_chat_template": True}}
@@ -112,6 +113,40 @@ async def test_a_text_that_is_cut_may_be_long_and_not_endless(server, monkeypatc
         message = {"messages": [{"role": "user", "content": "A" * size}]}
         assert (await server.post(cut | {"prompt": "A" * size})).status == status
         assert (await server.post(cut | message, CHAT)).status == status
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/inference/v1/generate"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_logprobs_of_a_long_prompt_are_written_off_the_loop(
+    server, monkeypatch, path, stream
+):
+    ways, to_thread = [], asyncio.to_thread
+
+    def noting(function, *given):
+        ways.append(getattr(function, "__name__", "writing"))
+        return to_thread(function, *given)
+
+    monkeypatch.setattr(asyncio, "to_thread", noting)
+    fields = {"max_tokens": 1, "prompt_logprobs": 2, "n": 3}
+    body = {
+        COMPLETIONS: {"prompt": "A" * 300, "stream": stream} | fields,
+        CHAT: HELLO | fields | {"messages": [{"role": "user", "content": "A" * 300}]},
+        "/inference/v1/generate": {"token_ids": [32] * 300, "sampling_params": fields},
+    }[path] | {"stream": stream}
+    reply = await server.post(body, path)
+    assert {"add", "writing"} <= set(ways)
+    events = reply.events if stream else [reply.body]
+    told = [c["prompt_logprobs"] for e in events for c in e["choices"] if "prompt_logprobs" in c]
+    assert len(told) == 3
+    assert told[0] == told[1] == told[2]
+    assert (told[0][0], len(told[0]), len(told[0][299])) == (None, 300, 3)
+
+
+async def test_the_logprobs_of_a_prompt_are_not_told_without_end(server):
+    asked = {"prompt": "A" * 2000, "max_tokens": 1, "prompt_logprobs": 20}
+    reply = await server.post(asked | {"n": 25})
+    assert (reply.status, reply.error["param"]) == (400, "n")
+    assert "1050000 in all" in reply.error["message"]
 
 
 @pytest.mark.parametrize("content", ["x", "</s>"])
