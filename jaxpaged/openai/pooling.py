@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import msgspec
@@ -14,10 +15,11 @@ from jaxpaged.engine.pooling.inputs import EncodedText
 from jaxpaged.engine.pooling.scoring import Pairs
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.errors import RequestError
-from jaxpaged.openai.chunks import Envelope, Usage
+from jaxpaged.openai.chunks import Envelope, Usage, encode
 from jaxpaged.openai.schema import decode_body
 
 MAX_INPUTS, MAX_DOCUMENTS = 2048, 10_000  # texts of one request; OpenAI's number, and Cohere's
+MANY_NUMBERS = 16_384  # of vectors, whose writing takes some 2 ms
 SHORT_TEXTS = 2048  # characters that are encoded at once: a thread costs more
 
 
@@ -109,9 +111,11 @@ async def embeddings(
     usage.add_prompt(sum(len(text.token_ids) for text in texts), 0)
     results = await pooling.run(texts, is_background=is_background)
     vectors = shortened(pooling.model, results, body.dimensions)
+    write = partial(_written, vectors, body.encoding_format)
+    written = await asyncio.to_thread(write) if vectors.size > MANY_NUMBERS else write()
     data = [
         {"index": index, "object": "embedding", "embedding": vector}
-        for index, vector in enumerate(_written(vectors, body.encoding_format))
+        for index, vector in enumerate(written)
     ]
     return _answer("embd", model, usage) | {"object": "list", "data": data}
 
@@ -214,10 +218,10 @@ def _document(given: str | dict[str, Any]) -> str:
 
 
 def _written(vectors: NDArray[np.float32], form: str | None) -> list[Any]:
-    """Vectors as lists of numbers, or as base64 of their float32, low byte first."""
+    """Vectors as JSON lists of numbers, or as base64 of their float32, low byte first."""
     if form == "base64":
         return [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
-    return vectors.tolist()
+    return [msgspec.Raw(encode(row.tolist())) for row in vectors]
 
 
 def _answer(prefix: str, model: str, usage: Usage) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from langchain_openai import OpenAIEmbeddings
 from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.engine.pooling.alone import NoGeneration
 from jaxpaged.engine.pooling.threaded import AsyncPooling
+from jaxpaged.openai import pooling as openai_pooling
 from server.app import create_app
 from server.batching.store import BatchStore
 from tests.server.batching.conftest import line
@@ -65,6 +66,21 @@ async def test_a_batch_embeds_its_lines_in_the_background(start, pooling, tmp_pa
     vector = good["response"]["body"]["data"][0]["embedding"]
     np.testing.assert_allclose(vector, wanted, atol=1e-6)
     assert (bad["custom_id"], bad["error"]["param"]) == ("bad", "input")
+
+
+async def test_many_numbers_are_written_off_the_loop(server, monkeypatch):
+    asked = {"input": ["a b", "c"]}
+    usual, ways = (await server.post(asked, EMBED)).body["data"], []
+    to_thread = asyncio.to_thread
+
+    def noting(function, *given):
+        ways.append(function)
+        return to_thread(function, *given)
+
+    monkeypatch.setattr(asyncio, "to_thread", noting)
+    monkeypatch.setattr(openai_pooling, "MANY_NUMBERS", 1)
+    assert (await server.post(asked, EMBED)).body["data"] == usual
+    assert ways
 
 
 async def test_a_live_text_does_not_wait_for_a_batch(pooling):
