@@ -8,6 +8,8 @@ stops reading, or something fails.
 import asyncio
 import logging
 from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
 
 from aiohttp import web
 
@@ -15,6 +17,7 @@ from jaxpaged.core.request import TokenEvent
 from jaxpaged.engine.inbox import spaced
 from jaxpaged.openai.answers import failure_of
 from jaxpaged.openai.job import Job
+from jaxpaged.openai.streams import run_all
 from server.errors import error_body, log_refusal
 from server.sse import EventStream
 from server.state import ServerState
@@ -117,19 +120,23 @@ async def stream_directly(
     stream = DirectStream(job, events)
     sinks = [_PromptSink(stream, i, job.params.n) for i in range(len(job.prompts))]
     engine, submitted = server.engine, list[tuple[str, _PromptSink]]()
+
+    async def submit(request_id: str, prompt: Any, sink: _PromptSink) -> None:
+        made, _ = await engine.submit(
+            prompt,
+            job.params,
+            request_id,
+            spaced(sink, job.params),
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            key_name=job.key_name,
+        )
+        submitted.append((request_id, sink))
+        stream.usage.add_prompt(len(made.prompt_token_ids), 0)
+
+    every = list(zip(job.request_ids, job.prompts, sinks, strict=True))
     try:
-        for request_id, prompt, sink in zip(job.request_ids, job.prompts, sinks, strict=True):
-            made, _ = await engine.submit(
-                prompt,
-                job.params,
-                request_id,
-                spaced(sink, job.params),
-                priority=job.priority,
-                cache_salt=job.cache_salt,
-                key_name=job.key_name,
-            )
-            submitted.append((request_id, sink))
-            stream.usage.add_prompt(len(made.prompt_token_ids), 0)
+        await (submit(*every[0]) if len(every) == 1 else run_all(starmap(submit, every)))
         with events.kept_alive():
             await stream.woken.wait()
             if stream.error is not None and not events.is_started:

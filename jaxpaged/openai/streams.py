@@ -1,13 +1,28 @@
 """Outputs of one or several prompts of a request, in one stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from jaxpaged.engine.outputs import RequestOutput
 
 type Outputs = AsyncGenerator[RequestOutput]
 type Numbered = AsyncGenerator[tuple[int, RequestOutput]]
+
+
+async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all at the same time, each begun in a pass of the event loop of its own.
+
+    The first error ends all, and is raised.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+                await asyncio.sleep(0)
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 async def merged(sources: Sequence[Outputs]) -> Numbered:
@@ -26,10 +41,7 @@ async def merged(sources: Sequence[Outputs]) -> Numbered:
 
     async def forward_all() -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                for number, source in enumerate(sources):
-                    group.create_task(forward(number, source))
-                    await asyncio.sleep(0)  # each is encoded in its own pass of the loop
+            await run_all(forward(number, source) for number, source in enumerate(sources))
         finally:
             queue.put_nowait(None)
 
@@ -37,10 +49,7 @@ async def merged(sources: Sequence[Outputs]) -> Numbered:
     try:
         while (item := await queue.get()) is not None:
             yield item
-        try:
-            await task
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+        await task
     finally:
         task.cancel()
         await asyncio.wait([task])

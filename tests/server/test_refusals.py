@@ -99,15 +99,18 @@ async def test_prompts_times_n_is_bounded(server):
     assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
-async def test_one_bad_prompt_of_several_refuses_all(server):
-    reply = await server.post({"prompt": [[32], [512]], "max_tokens": 2})
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_bad_prompt_of_several_refuses_all(server, stream):
+    reply = await server.post({"prompt": [[32], [512]], "max_tokens": 2, "stream": stream})
     assert reply.status == 400
     assert server.engine.num_steps == 0
-    reply = await server.post({"prompt": [[32], [33] * 3000], "max_tokens": 9})
-    assert reply.status == 400
+    too_long = [[32], [33] * 2045, [34], [35] * 2045]  # which is found one after another
+    reply = await server.post({"prompt": too_long, "max_tokens": 9, "stream": stream})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
     async with asyncio.timeout(5):
         while server.engine.has_work:
             await asyncio.sleep(0.01)
+    assert server.llm.num_open_requests == 0
 
 
 NO_JSON = [

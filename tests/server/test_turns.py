@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from server import completions
 from server.turns import Turns
 from tests.server.conftest import COMPLETIONS
@@ -46,7 +48,10 @@ async def test_bodies_that_arrive_at_once_are_read_one_in_a_pass_of_the_loop(ser
     assert len(set(seen)) == len(seen) == 8
 
 
-async def test_prompts_of_one_request_are_encoded_one_in_a_pass_of_the_loop(server, monkeypatch):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_of_one_request_are_encoded_one_in_a_pass_of_the_loop(
+    server, monkeypatch, stream
+):
     encode, seen, passes = server.llm.encode, [], Passes()
 
     def noting(prompt):
@@ -54,7 +59,8 @@ async def test_prompts_of_one_request_are_encoded_one_in_a_pass_of_the_loop(serv
         return encode(prompt)
 
     monkeypatch.setattr(server.llm, "encode", noting)
-    assert (await server.post({"prompt": ["ABC"] * 8, "max_tokens": 2})).status == 200
+    body = {"prompt": ["ABC"] * 8, "max_tokens": 2, "stream": stream}
+    assert (await server.post(body)).status == 200
     passes.stop()
     assert len(set(seen)) == len(seen) == 8
 
