@@ -102,9 +102,9 @@ class PromptScores:
 
     def of(self, output: RequestOutput) -> msgspec.Raw:
         places = output.prompt_logprobs
-        if places is not self._places and places is not None:
+        if places is not self._places:
             self._places = places
-            self._written = msgspec.Raw(b"[" + b",".join(map(self._place, places)) + b"]")
+            self._written = msgspec.Raw(b"[" + b",".join(map(self._place, places or ())) + b"]")
         return self._written
 
     def _place(self, place: PlaceLogprobs | None) -> bytes:

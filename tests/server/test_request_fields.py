@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+from jaxpaged.engine.outputs import Logprob, RequestOutput
 from jaxpaged.openai import prompts
+from jaxpaged.openai.logprobs import PromptScores, TokenLabels
 from server.state import ServerLimits
 from tests.server.conftest import CHAT, COMPLETIONS
 
@@ -140,6 +142,16 @@ async def test_the_logprobs_of_a_long_prompt_are_written_off_the_loop(
     assert len(told) == 3
     assert told[0] == told[1] == told[2]
     assert (told[0][0], len(told[0]), len(told[0][299])) == (None, 300, 3)
+
+
+async def test_logprobs_of_one_prompt_are_never_told_of_another(server):
+    scores = PromptScores(TokenLabels(server.llm.tokenizer, as_ids=False))
+    told = []
+    for places in ([None, {32: Logprob(-1.0, 1, "A")}], None, [None], [None]):
+        output = RequestOutput("id", None, [32], [], True, prompt_logprobs=places)
+        told.append(bytes(scores.of(output)))
+    scored = b'[null,{"32":{"logprob":-1.0,"rank":1,"decoded_token":"A"}}]'
+    assert told == [scored, b"[]", b"[null]", b"[null]"]
 
 
 async def test_the_logprobs_of_a_prompt_are_not_told_without_end(server):
