@@ -23,6 +23,7 @@ from jaxpaged.text.grammars.endings import NEVER, Endings
 from jaxpaged.text.grammars.expressions import Grammar, Text, choice, to_lark
 from jaxpaged.text.grammars.json_schema import json_schema_grammar
 from jaxpaged.text.grammars.json_text import JsonStyle, bounded_space
+from jaxpaged.text.grammars.mask_memory import MaskMemory
 from jaxpaged.text.grammars.network import Network
 from jaxpaged.text.grammars.refusal import not_served, refusal
 from jaxpaged.text.grammars.regex import parse_regex
@@ -92,7 +93,7 @@ class Grammars:
         self._tokenizer, self._vocab = tokenizer, vocab
         self.time_limit_s, self._max_kept = time_limit_s, max_kept
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._lock, self._setup_lock = Lock(), Lock()
+        self._lock, self._setup_lock, self._mask_memory = Lock(), Lock(), MaskMemory()
         self.reasoning: dict[tuple[str, str], object] = {}  # kept by `reasoning_tokens`
         self.prepared: set[tuple[str, str] | None] = set()  # marks that were looked for, or none
 
@@ -125,7 +126,7 @@ class Grammars:
         endings, shortest = None, None
         if grammar is not None:
             network = Network(grammar, param=param, deadline=deadline)
-            endings = Endings(network, tree, self.eos_ids)
+            endings = Endings(network, tree, self.eos_ids, self._mask_memory)
             shortest = endings.needs[endings.start]
             if shortest >= NEVER:
                 raise refusal(f"{param}: nothing fits it")

@@ -13,12 +13,12 @@ from itertools import pairwise
 import numpy as np
 
 from jaxpaged.text.grammars.distances import ENDLESS, costs_to_end, worst_costs
+from jaxpaged.text.grammars.mask_memory import MaskMemory
 from jaxpaged.text.grammars.network import Network
 from jaxpaged.text.grammars.refusal import refusal
 from jaxpaged.text.grammars.vocabulary import TokenTree
 
 MAX_PLACES = 5_000  # kept at once
-MAX_MASK_WORDS = 1 << 23  # kept at once: 32 MB
 MAX_COUNTED = 1 << 16
 FEW_ASKED = 2000  # masks by place, after which it is known whether they come again
 MAX_ALIKE = 1_000  # states an answer may be in at the same time
@@ -33,8 +33,8 @@ type _Place = tuple[int, int]  # a state, and the stack of states to come back t
 class Endings:
     """Sets of places of one grammar, by number. Used by one thread at a time."""
 
-    def __init__(self, network: Network, tree: TokenTree, eos_ids: np.ndarray):
-        self.network, self.tree, self._eos_ids = network, tree, eos_ids
+    def __init__(self, network: Network, tree: TokenTree, eos_ids: np.ndarray, memory: MaskMemory):
+        self.network, self.tree, self._eos_ids, self._memory = network, tree, eos_ids, memory
         self._cost = costs_to_end(network, tree)
         self._worst_cost = worst_costs(network, self._cost)
         self.epoch = 0
@@ -55,7 +55,7 @@ class Endings:
         self._farthest: list[int] = []  # of the set's own places
         self._rows: list[np.ndarray | None] = []
         self._choices: OrderedDict[int, _Choices] = OrderedDict()  # by place, the latest last
-        self._num_mask_words = 0
+        self.num_mask_words = 0  # kept
         self._told: OrderedDict[int, np.ndarray] = OrderedDict()  # by place, the latest last
         self._number(frozenset(), False)
         self.start = self._closed([(self.network.starts[0], 0)])
@@ -89,9 +89,17 @@ class Endings:
 
     def tell(self, place: int, mask: np.ndarray) -> None:
         """Keep what the grammar allows at a place, whoever found it out."""
+        if place not in self._told:
+            self.num_mask_words += len(mask)
         self._told[place] = mask
-        if len(self._told) * len(mask) > MAX_MASK_WORDS:
-            self._told.popitem(last=False)
+        self._memory.added(self, len(mask))
+
+    def forget_masks(self, num_left: int) -> None:
+        """Drop the oldest masks, until at most so many words are left."""
+        while self.num_mask_words > num_left and self._told:
+            self.num_mask_words -= len(self._told.popitem(last=False)[1])
+        while self.num_mask_words > num_left and len(self._choices) > 1:  # the last is in use
+            self.num_mask_words -= self._choices.popitem(last=False)[1].num_words
 
     def worst(self, place: int) -> int:
         """The most tokens that any place from here on is from the end; NEVER without a bound."""
@@ -127,10 +135,8 @@ class Endings:
         known = self._choices.pop(place, None)
         found = _Choices(needs, self._eos_ids, may_end=self.needs[place] == 0)
         self._choices[place] = found
-        self._num_mask_words += found.num_words - (known.num_words if known else 0)
-        while self._num_mask_words > MAX_MASK_WORDS and len(self._choices) > 1:
-            _, oldest = self._choices.popitem(last=False)
-            self._num_mask_words -= oldest.num_words
+        self.num_mask_words += found.num_words - (known.num_words if known else 0)
+        self._memory.added(self, found.num_words)
         return found
 
     def _walk(self, start: int, *, is_whole: bool) -> np.ndarray:
