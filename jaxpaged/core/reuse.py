@@ -109,6 +109,23 @@ class PageReuse:
             begun = None
         return Hit(page_ids, begun, num_tokens + (begun.num_tokens if begun else 0))
 
+    def find_fitting(self, seq: Sequence, draft: PlanDraft, claimed: Claimed) -> tuple[Hit, int]:
+        """What there is of a sequence to admit, and how many tokens it computes then; 0: it waits.
+
+        A copy needs its source beside the new page: who fills the pool by itself does without.
+        """
+        hit = self.find(seq)
+        q_len = self._num_fitting(seq, hit, draft, claimed)
+        if not q_len and hit.begun:
+            hit = Hit(hit.page_ids, None, len(hit.page_ids) * self._pool.page_size)
+            q_len = self._num_fitting(seq, hit, draft, claimed)
+        return hit, q_len
+
+    def _num_fitting(self, seq: Sequence, hit: Hit, draft: PlanDraft, claimed: Claimed) -> int:
+        q_len = draft.choose_q_len(seq, hit.num_tokens)
+        fits = q_len > 0 and self._fits(seq, hit, hit.num_tokens + q_len, claimed)
+        return q_len if fits else 0
+
     def num_uncached(self, seq: Sequence) -> int:
         """Known tokens of a sequence without pages that it would have to compute."""
         return seq.num_known_tokens - self.find(seq).num_tokens
@@ -129,7 +146,7 @@ class PageReuse:
         num_held -= seq.first_local_page
         return pages, max(self._local.most_held(num_tokens) - num_held, 0)
 
-    def fits(self, seq: Sequence, hit: Hit, num_tokens: int, claimed: Claimed) -> bool:
+    def _fits(self, seq: Sequence, hit: Hit, num_tokens: int, claimed: Claimed) -> bool:
         """Whether the first `num_tokens` tokens find pages, or all that limits reserve for."""
         begun = [hit.begun.page_id] if hit.begun else []
         end = self._limits.num_reserved_tokens(seq) if self._limits.reserves else num_tokens

@@ -254,12 +254,10 @@ class Scheduler:
                 break
             if claimed is None:
                 claimed = self._reuse.claimed(self._running.values())
-            hit = self._reuse.find(seq)
-            q_len = draft.choose_q_len(seq, hit.num_tokens)
-            num_tokens = hit.num_tokens + q_len
-            if q_len <= 0 or not self._reuse.fits(seq, hit, num_tokens, claimed):
+            hit, q_len = self._reuse.find_fitting(seq, draft, claimed)
+            if q_len <= 0:
                 break
-            self._admit(seq, hit, num_tokens, draft)
+            self._admit(seq, hit, hit.num_tokens + q_len, draft)
             self._add_row(seq, q_len, draft)
             claimed = self._reuse.claimed([seq], claimed)
 

@@ -99,3 +99,16 @@ def test_without_prefix_caching_nothing_is_registered():
     scheduler = make_scheduler(enable_prefix_caching=False)
     finished(scheduler, make_sequence(0, prompt(0, 12)))
     assert (len(scheduler.cache), scheduler.pool.num_cached) == (0, 0)
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_a_second_answer_that_fills_the_pool_copies_no_page_beside_it(window):
+    """The page that both prompts end in and a copy of it would be one page too many."""
+    limits = {"max_model_len": 48, "max_num_batched_tokens": 16}
+    scheduler = make_scheduler(num_pages=13, window=window, num_local_pages=8, **limits)
+    params = SamplingParams(max_tokens=2, n=2, ignore_eos=True)
+    fields = {"params": params, "request_id": "both"}
+    seqs = [make_sequence(i, prompt(0, 46), 2, choice=i, **fields) for i in range(2)]
+    add(scheduler, *seqs)
+    Loop(scheduler).run()
+    assert [len(seq.output_token_ids) for seq in seqs] == [2, 2]
