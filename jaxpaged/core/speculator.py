@@ -213,7 +213,7 @@ class Speculator:
             if self._texts:
                 self._forget(self._texts)
             return False
-        if len(self._texts) > 2 * self._max_rows:
+        if len(self._texts) > len(running):
             ended = SeqState.FINISHED
             self._forget([i for i, text in self._texts.items() if text.seq.state is ended])
         return all(seq.num_pending_tokens <= 1 and seq.request.max_tokens for seq in running)

@@ -315,3 +315,19 @@ def test_no_step_looks_through_many_texts_at_once(monkeypatch):
         commit(scheduler, scheduler.schedule(), token)
         most = max(most, sum([text.num_seen for text in texts.values()]) - before)
     assert 0 < most <= 12
+
+
+def test_texts_that_have_ended_are_not_kept_while_others_run():
+    scheduler = make_scheduler(num_pages=81, speculation=SPECULATION, max_model_len=160)
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    long = make_sequence(0, [1, 2] * 4, 120, params=params)
+    short = [make_sequence(i, [1, 2] * 4, 3) for i in range(1, 4)]
+    kept = scheduler._speculator._texts
+    loop = Loop(scheduler)
+    for seq in (long, *short):
+        scheduler.add(seq)
+    most = 0
+    while not all(seq.finish_reason for seq in short) or loop.num_steps < 20:
+        loop.step()
+        most = max(most, len(kept))
+    assert (most, list(kept)) == (4, [0])
