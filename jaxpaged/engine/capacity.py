@@ -219,6 +219,7 @@ def _plan(
         "num_draft_tokens": 0 if guesses is None else guesses.most_tokens(max_num_seqs, budget),
         "searches_by_kernel": device.is_hopper and config.parallel.tensor_parallel_size == 1,
         "gates_in_product": device.is_hopper,
+        "other_sizes": (*config.compile.token_buckets, *config.compile.batch_buckets),
     }
     workspace = max([workspace_bytes(one, *sizes, num_stages, **more) for one in shares])
     trials = max([trial_bytes(one, *sizes) for one in shares])

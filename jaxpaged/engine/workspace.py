@@ -1,10 +1,12 @@
 """What a step needs while it runs, estimated before anything is compiled."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import MAX_SCORED_TOKENS
-from pallas_kernels.tuning import supports_product
+from pallas_kernels.tuning import MIN_PRODUCT_TOKENS, supports_product
 
 # float32 logits of the sampled rows that a sampler holds beside those it is given, as compiled for
 # Hopper: with edits, and without; where a kernel finds what filters keep, and where XLA searches
@@ -22,36 +24,39 @@ def workspace_bytes(
     num_draft_tokens: int = 0,
     searches_by_kernel: bool = False,
     gates_in_product: bool = False,
+    other_sizes: Sequence[int] = (),
 ) -> int:
     """What a step needs beside weights, pool and slots: activations and logits.
 
     The largest moment counts: the feed-forward or the attention of one layer, and the logits which
     that leads to; or the sampler over them. A step that scores a prompt or checks drafts has few
     tokens, but logits of all. With stages, hidden states of the steps on their way come to that.
+    `other_sizes` are tokens of steps that the operator has named.
     """
     tokens, row = max_num_batched_tokens, 4 * model.vocab
     kv_width = model.kv_heads * model.head_dim
     attention = 3 * model.heads * model.head_dim + 2 * kv_width + 2 * model.embed
-    by_kernel = (
-        gates_in_product
-        and not model.mlp_bias
-        and supports_product(
-            tokens, ffn=model.ffn, embed=model.embed, activation=model.activation, dtype=dtype
-        )
-    )
-    gate = (1 if by_kernel else 3) * model.ffn + model.embed
-    a_token = dtype.itemsize * max(attention, gate)
+
+    def activations(num_tokens: int) -> int:
+        sizes = {"ffn": model.ffn, "embed": model.embed, "activation": model.activation}
+        by_kernel = gates_in_product and not model.mlp_bias
+        by_kernel = by_kernel and supports_product(num_tokens, dtype=dtype, **sizes)
+        gate = (1 if by_kernel else 3) * model.ffn + model.embed
+        return num_tokens * dtype.itemsize * max(attention, gate)
+
+    # what the kernel does not take may need more than the largest step, which it takes
+    others = [num for num in (*other_sizes, MIN_PRODUCT_TOKENS - 1) if num < tokens]
     edited, plain = BY_KERNEL if searches_by_kernel else BY_SEARCH
     scored = min(MAX_SCORED_TOKENS, tokens)
-    steps = [  # tokens, logits, sampled rows, copies of a sampled row's logits
-        (tokens, max_num_seqs, max_num_seqs, edited),
-        (scored, scored, min(max_num_seqs, scored), edited),
-        (num_draft_tokens, num_draft_tokens, num_draft_tokens, plain),
+    steps = [  # activations, logits, sampled rows, copies of a sampled row's logits
+        (max(map(activations, (tokens, *others))), max_num_seqs, max_num_seqs, edited),
+        (activations(scored), scored, min(max_num_seqs, scored), edited),
+        (activations(num_draft_tokens), num_draft_tokens, num_draft_tokens, plain),
     ]
     largest = max(
         [
-            logits * row + max(num_tokens * a_token, copies * sampled * row)
-            for num_tokens, logits, sampled, copies in steps
+            logits * row + max(activated, copies * sampled * row)
+            for activated, logits, sampled, copies in steps
         ]
     )
     waiting = 0 if num_stages == 1 else (num_stages + 2) * tokens * model.embed * dtype.itemsize

@@ -61,3 +61,14 @@ def test_steps_with_drafts_have_logits_of_all_their_tokens():
     )
     assert drafting - LIBRARY_BYTES == (1 + BY_SEARCH[1]) * tokens * 4 * model.vocab
     assert plain < drafting
+
+
+def test_a_size_that_the_gated_product_does_not_take_may_need_more_than_the_largest():
+    model = shape("llama3-8b")
+    sizes = {"gates_in_product": True, "searches_by_kernel": True}
+    usual = workspace_bytes(model, BF16, 8192, 1, **sizes)
+    odd = workspace_bytes(model, BF16, 8192, 1, other_sizes=(8001, 8200), **sizes)
+    assert odd - usual > 8001 * 2 * model.ffn
+    model = replace(model, vocab=1024)
+    small = [workspace_bytes(model, BF16, tokens, 1, **sizes) for tokens in (504, 512)]
+    assert 0 < small[1] - small[0] < 8 * 2 * 4 * model.ffn
