@@ -47,8 +47,13 @@ class LoweringProcesses:
     def __init__(self, count: int):
         # a child allocates nothing on the device, but opens it to see what it is, at `prepare`
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self._children = [_start(environment) for _ in range(count)]
+        self._children: list[subprocess.Popen[bytes]] = []
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        try:
+            self._children += (_start(environment) for _ in range(count))
+        except OSError:
+            self.close()
+            raise
 
     def prepare(self, config: EngineConfig) -> None:
         """Have them open the device and the model's files, once this process has its memory."""

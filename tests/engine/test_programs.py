@@ -76,6 +76,21 @@ def test_a_process_that_ends_is_done_without(monkeypatch):
     processes.close()
 
 
+def test_where_one_process_cannot_start_none_stays(monkeypatch):
+    start, started = lowering._start, []
+
+    def start_two(environment):
+        if len(started) == 2:
+            raise BlockingIOError("no more processes")
+        started.append(start(environment))
+        return started[-1]
+
+    monkeypatch.setattr(lowering, "_start", start_two)
+    with pytest.raises(BlockingIOError):
+        lowering.LoweringProcesses(3)
+    assert all(child.poll() is not None for child in started)
+
+
 def test_processes_start_before_the_device_where_no_program_is_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(lowering, "CHILD", "jaxpaged.engine.no_such_module")
     config = config_from_keywords(model="R", compile_cache_dir=str(tmp_path / "cache"))
