@@ -51,7 +51,7 @@ class ProductTiles:
 
     warpgroups: int  # that compute
     rows: int  # tokens a warpgroup
-    columns: int  # of the result: a multiple of 8, up to 128
+    columns: int  # of the result: a multiple of 16, up to 128
     stages: int  # loads in flight
 
     @property

@@ -4,16 +4,14 @@ Rows of NaN stand where a batch has padding: none may reach a row that counts.
 """
 
 import functools
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.bench.attention_check import verdict
 from jaxpaged.bench.roofline import Ceilings
-from jaxpaged.bench.small_ops import MAX_ERROR, error, random_padding
+from jaxpaged.bench.small_ops import check_shapes, device_cost, error, random_padding
 from jaxpaged.layers.linear import contract_last
 from pallas_kernels.gated import gated_reference
 from pallas_kernels.gated.kernel import gated_kernel
@@ -31,32 +29,27 @@ SHAPES = (
     (520, 64, 64, "gelu_tanh", "float16"),
 )
 TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (512, 1024, 2048, 8192), 14336, 4096
-COPIES, RUNS_S = 3, 0.3  # of the weights, of 235 MB each; seconds timed
+COPIES = 3  # of the weights, of 235 MB each
 
 
 def check(cases: int) -> list[dict[str, Any]]:
     """Errors of `cases` random cases a shape, in units of the type's epsilon."""
-    lines = []
-    for shape in SHAPES:
-        eps = float(jnp.finfo(shape[-1]).eps)
-        errors = [_error_of(seed, *shape) / eps for seed in range(cases)]
-        lines.append(verdict(OP, str(shape), errors, MAX_ERROR))
-    return lines
+    return check_shapes(OP, _error_of, SHAPES, cases)
 
 
 def time_op(ceilings: Ceilings | None) -> list[dict[str, Any]]:
-    """Microseconds of a call in the shape of llama3-8b, and operations a second."""
+    """Microseconds on the device of a call in the shape of llama3-8b, and operations a second."""
     lines = []
     for tokens in TIMED_TOKENS:
         x, weight = _inputs(0, tokens, TIMED_FFN, TIMED_EMBED, "bfloat16")
-        weights = [jnp.roll(weight, 8 * i, 1) for i in range(COPIES)]
+        inputs = [(x + i, jnp.roll(weight, 8 * i, 1)) for i in range(COPIES)]
         flops = 4 * tokens * TIMED_FFN * TIMED_EMBED
         for name, function in (("kernel", _kernel), ("two", _two_kernels)):
-            seconds = _seconds(functools.partial(function, activation="silu"), x, weights)
-            line: dict[str, Any] = {"op": OP, "rows": tokens, "by": name}
-            line |= {"us": round(1e6 * seconds, 2), "TFLOP/s": round(flops / seconds / 1e12, 1)}
+            us, _ = device_cost(functools.partial(function, activation="silu"), inputs)
+            line: dict[str, Any] = {"op": OP, "rows": tokens, "by": name, "us": round(us, 2)}
+            line["TFLOP/s"] = round(flops / us / 1e6, 1)
             if ceilings is not None:
-                line["of_roofline"] = round(flops / seconds / ceilings.flops_per_s, 3)
+                line["of_roofline"] = round(1e6 * flops / us / ceilings.flops_per_s, 3)
             lines.append(line)
     return lines
 
@@ -91,15 +84,3 @@ def _error_of(seed: int, tokens: int, ffn: int, embed: int, activation: str, dty
     x = jnp.where(padding[:, None], jnp.nan, x)
     got = _kernel(x, weight, activation=activation)
     return error(got, _reference(x, weight, activation=activation), ~padding)
-
-
-def _seconds(function: Any, x: jax.Array, weights: list[jax.Array]) -> float:
-    program = jax.jit(lambda x, weights: [function(x + i, w) for i, w in enumerate(weights)])
-    jax.block_until_ready(program(x, weights))
-    runs, spent = 1, 0.0
-    while spent < RUNS_S:
-        runs = min(4 * runs, max(runs + 1, int(1.2 * runs * RUNS_S / spent) if spent else 2))
-        start = time.perf_counter()
-        jax.block_until_ready([program(x, weights) for _ in range(runs)])
-        spent = time.perf_counter() - start
-    return spent / runs / len(weights)

@@ -5,7 +5,7 @@ full of it: none may reach a row that counts.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,6 +65,13 @@ def check(op: str, cases: int) -> list[dict[str, Any]]:
         "gated": (_gated_error, GATED_SHAPES),
         "rope": (_rope_error, ROPE_SHAPES),
     }[op]
+    return check_shapes(op, one_case, shapes, cases)
+
+
+def check_shapes(
+    op: str, one_case: Callable[..., float], shapes: Sequence[tuple[Any, ...]], cases: int
+) -> list[dict[str, Any]]:
+    """A verdict a shape, whose last entry is the type: `one_case(seed, *shape)` gives an error."""
     results = []
     for shape in shapes:
         eps = float(jnp.finfo(shape[-1]).eps)
@@ -85,7 +92,7 @@ def time_op(op: str, ceilings: Ceilings | None) -> list[dict[str, Any]]:
         copies = int(min(16, max(2, -(-4 * L2_BYTES // num_bytes(rows)))))
         inputs = [inputs_of(rows, copy) for copy in range(copies)]
         for name, function in (("kernel", kernel), ("xla", plain)):
-            us, launches = _device_cost(function, inputs)
+            us, launches = device_cost(function, inputs)
             line: dict[str, Any] = {"op": op, "rows": rows, "by": name, "us": round(us, 2)}
             line |= {"launches": round(launches, 2), "TB/s": round(num_bytes(rows) / us / 1e6, 3)}
             if ceilings is not None:
@@ -95,9 +102,7 @@ def time_op(op: str, ceilings: Ceilings | None) -> list[dict[str, Any]]:
     return lines
 
 
-def _device_cost(
-    function: Callable[..., Any], inputs: list[tuple[Any, ...]]
-) -> tuple[float, float]:
+def device_cost(function: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> tuple[float, float]:
     """Microseconds and launches a call, in one program that goes through `inputs`."""
     donated = tuple(range(3, 5)) if function in (_rope, _rope_reference) else ()
 

@@ -182,12 +182,10 @@ def _run_warpgroup(static: _Static, x: Any, weight: Any, out: Any, *scratch: Any
 def _scratch_types(static: _Static) -> list[Any]:
     s, t = static, static.tiles
     operands = tiled(tuning.PRODUCT_BLOCK)
-    # a row of an odd number of 16 bytes has no swizzle
-    result = tiled(t.columns) if t.columns % 16 == 0 else ()
     return [
         plgpu.SMEM((t.stages, t.block_rows, tuning.PRODUCT_BLOCK), s.dtype, transforms=operands),
         plgpu.SMEM((t.stages, 2 * t.columns, tuning.PRODUCT_BLOCK), s.dtype, transforms=operands),
-        plgpu.SMEM((t.warpgroups, t.rows, t.columns), s.dtype, transforms=result),
+        plgpu.SMEM((t.warpgroups, t.rows, t.columns), s.dtype, transforms=tiled(t.columns)),
         plgpu.Barrier(num_arrivals=3, num_barriers=t.stages),
         plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
     ]
