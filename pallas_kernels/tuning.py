@@ -114,7 +114,10 @@ def mixed_tiles(head_dim: int, *, tokens: int, seqs: int) -> MixedTiles:
 
 
 PRODUCT_BLOCK = 64  # of the contracted axis: 128 bytes, the widest swizzle
-MIN_PRODUCT_TOKENS = 512  # with 256 the library's product and the activation apart are as fast
+PRODUCT_ROWS = 128  # a tile's tokens, of two warpgroups
+# with fewer tokens, or more of a tile's rows empty, the library's product and the activation apart
+# are as fast
+MIN_PRODUCT_TOKENS, MAX_EMPTY_ROWS = 128, 0.25
 
 
 def supports_product(
@@ -124,6 +127,7 @@ def supports_product(
     return (
         jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
         and tokens >= MIN_PRODUCT_TOKENS
+        and -tokens % PRODUCT_ROWS <= MAX_EMPTY_ROWS * tokens
         and tokens % 8 == ffn % PRODUCT_BLOCK == embed % PRODUCT_BLOCK == 0
         and activation in ("silu", "gelu_tanh")
     )
@@ -131,13 +135,12 @@ def supports_product(
 
 def product_tiles(tokens: int, ffn: int) -> ProductTiles:
     """The widest tiles, or narrower ones where fewer are left over in the last round."""
-    rows = 128
 
     def rounds(columns: int) -> int:
-        return -(-(-(-tokens // rows) * -(-ffn // columns)) // MULTIPROCESSORS)
+        return -(-(-(-tokens // PRODUCT_ROWS) * -(-ffn // columns)) // MULTIPROCESSORS)
 
-    columns = min((128, 112, 96), key=lambda columns: rounds(columns) * (columns + 8))
-    return ProductTiles(2, rows // 2, columns, stages=4)
+    columns = min((128, 112, 96, 80), key=lambda columns: rounds(columns) * (columns + 8))
+    return ProductTiles(2, PRODUCT_ROWS // 2, columns, stages=4)
 
 
 SEARCH = SearchTiles(warpgroups=8, loads=4, held=48)

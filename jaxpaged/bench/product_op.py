@@ -20,6 +20,9 @@ from pallas_kernels.gated.product_kernel import gated_product_kernel
 OP = "gated-product"
 # tokens, ffn, embed, activation, dtype
 SHAPES = (
+    (128, 18944, 3584, "silu", "bfloat16"),
+    (224, 13824, 5120, "silu", "bfloat16"),
+    (256, 14336, 4096, "silu", "bfloat16"),
     (512, 14336, 4096, "silu", "bfloat16"),
     (1160, 18944, 3584, "silu", "bfloat16"),
     (2048, 13824, 5120, "silu", "bfloat16"),
@@ -28,7 +31,7 @@ SHAPES = (
     (8192, 1024, 256, "silu", "float16"),
     (520, 64, 64, "gelu_tanh", "float16"),
 )
-TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (512, 1024, 2048, 8192), 14336, 4096
+TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (128, 256, 512, 1024, 8192), 14336, 4096
 COPIES = 3  # of the weights, of 235 MB each
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import MAX_SCORED_TOKENS
-from pallas_kernels.tuning import MIN_PRODUCT_TOKENS, supports_product
+from pallas_kernels.tuning import MAX_EMPTY_ROWS, PRODUCT_ROWS, supports_product
 
 # float32 logits of the sampled rows that a sampler holds beside those it is given, as compiled for
 # Hopper: with edits, and without; where a kernel finds what filters keep, and where XLA searches
@@ -45,7 +45,8 @@ def workspace_bytes(
         return num_tokens * dtype.itemsize * max(attention, gate)
 
     # what the kernel does not take may need more than the largest step, which it takes
-    others = [num for num in (*other_sizes, MIN_PRODUCT_TOKENS - 1) if num < tokens]
+    untaken = int(PRODUCT_ROWS / MAX_EMPTY_ROWS) - 1
+    others = [num for num in (*other_sizes, untaken) if num < tokens]
     edited, plain = BY_KERNEL if searches_by_kernel else BY_SEARCH
     scored = min(MAX_SCORED_TOKENS, tokens)
     steps = [  # activations, logits, sampled rows, copies of a sampled row's logits

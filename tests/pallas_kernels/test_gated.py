@@ -58,7 +58,13 @@ def test_an_unknown_activation_is_refused():
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("tokens", "ffn", "embed", "dtype"),
-    [(512, 14336, 4096, "bfloat16"), (1160, 18944, 3584, "bfloat16"), (520, 64, 64, "float16")],
+    [
+        (128, 18944, 3584, "bfloat16"),
+        (224, 13824, 5120, "bfloat16"),
+        (256, 14336, 4096, "bfloat16"),
+        (1160, 18944, 3584, "bfloat16"),
+        (520, 64, 64, "float16"),
+    ],
 )
 def test_the_product_is_one_kernel_on_hopper(tokens, ffn, embed, dtype, activation):
     x, weight = struct(tokens, embed, dtype=dtype), struct(2, ffn, embed, dtype=dtype)
@@ -70,7 +76,8 @@ def test_the_product_is_one_kernel_on_hopper(tokens, ffn, embed, dtype, activati
 @pytest.mark.parametrize(
     ("tokens", "ffn", "embed", "activation", "dtype"),
     [
-        (256, 128, 64, "silu", jnp.bfloat16),  # few tokens
+        (120, 128, 64, "silu", jnp.bfloat16),  # few tokens
+        (192, 128, 64, "silu", jnp.bfloat16),  # a quarter of the tiles' rows would be empty
         (516, 128, 64, "silu", jnp.bfloat16),
         (512, 96, 64, "silu", jnp.bfloat16),
         (512, 128, 96, "silu", jnp.bfloat16),
