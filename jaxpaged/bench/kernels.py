@@ -5,6 +5,7 @@ ops likewise by the profiler, the sampler in a loop over logits larger than the 
 """
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         raise JaxPagedError(f"{failed} shapes have wrong cases, see the lines with passed: false")
 
 
-def check(op: str, cases: int) -> list[dict[str, Any]]:
+def check(op: str, cases: int) -> Iterable[dict[str, Any]]:
     """One line a shape: how many cases, the worst, whether all passed."""
     if op in ATTENTION:
         return attention_check.check(ATTENTION[op], cases)

@@ -4,6 +4,7 @@ Rows of NaN stand where a batch has padding: none may reach a row that counts.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (128, 256, 512, 1024, 8192), 14336, 4096
 COPIES = 3  # of the weights, of 235 MB each
 
 
-def check(cases: int) -> list[dict[str, Any]]:
+def check(cases: int) -> Iterator[dict[str, Any]]:
     """Errors of `cases` random cases a shape, in units of the type's epsilon."""
     return check_shapes(OP, _error_of, SHAPES, cases)
 
@@ -66,7 +67,12 @@ def _two_kernels(x: jax.Array, weight: jax.Array, *, activation: str) -> jax.Arr
     return gated_kernel(both, activation=activation)
 
 
-@functools.partial(jax.jit, static_argnames="activation")
+# XLA's search among its Triton products would take most of the check's time
+@functools.partial(
+    jax.jit,
+    static_argnames="activation",
+    compiler_options={"xla_gpu_enable_triton_gemm": False},
+)
 def _reference(x: jax.Array, weight: jax.Array, *, activation: str) -> jax.Array:
     wide, rows = x.astype(jnp.float32), weight.reshape(-1, x.shape[1]).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):

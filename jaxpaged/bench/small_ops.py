@@ -5,7 +5,7 @@ full of it: none may reach a row that counts.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ ROPE_SHAPES = (
 )
 
 
-def check(op: str, cases: int) -> list[dict[str, Any]]:
+def check(op: str, cases: int) -> Iterator[dict[str, Any]]:
     """Errors of `cases` random cases a shape, in units of the type's epsilon."""
     one_case, shapes = {
         "norm": (_norm_error, NORM_SHAPES),
@@ -70,14 +70,12 @@ def check(op: str, cases: int) -> list[dict[str, Any]]:
 
 def check_shapes(
     op: str, one_case: Callable[..., float], shapes: Sequence[tuple[Any, ...]], cases: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A verdict a shape, whose last entry is the type: `one_case(seed, *shape)` gives an error."""
-    results = []
     for shape in shapes:
         eps = float(jnp.finfo(shape[-1]).eps)
         errors = [one_case(seed, *shape) / eps for seed in range(cases)]
-        results.append(verdict(op, str(shape), errors, MAX_ERROR))
-    return results
+        yield verdict(op, str(shape), errors, MAX_ERROR)
 
 
 def time_op(op: str, ceilings: Ceilings | None) -> list[dict[str, Any]]:
