@@ -49,6 +49,7 @@ class AsyncLLM(ServedEngine):
             self._deliver,
             self._fail_all,
             lambda error: ran_out(parts.plan, error),
+            parts.engine.spare_s,
         )
 
     @classmethod

@@ -81,6 +81,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._answers)
 
+    def spare_s(self) -> float:
+        return 0.0
+
     @property
     def load_size(self) -> int:
         """Answers that are being made."""
