@@ -20,9 +20,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxpaged.text.grammars.endings import NEVER, Endings
-from jaxpaged.text.grammars.expressions import Grammar, Text, choice, to_lark
+from jaxpaged.text.grammars.expressions import Grammar, Text, choice
 from jaxpaged.text.grammars.json_schema import json_schema_grammar
-from jaxpaged.text.grammars.json_text import JsonStyle, bounded_space
+from jaxpaged.text.grammars.json_text import JsonStyle, bounded_space, white_space
+from jaxpaged.text.grammars.lark import to_lark
 from jaxpaged.text.grammars.mask_memory import MaskMemory
 from jaxpaged.text.grammars.network import Network
 from jaxpaged.text.grammars.refusal import not_served, refusal
@@ -257,7 +258,9 @@ def _json_grammar(params: GrammarParams) -> Grammar:
 def _json_style(params: GrammarParams) -> JsonStyle:
     space = bounded_space()
     if params.whitespace_pattern is not None:
-        space = parse_regex(params.whitespace_pattern, param="whitespace_pattern")
+        space = white_space(parse_regex(params.whitespace_pattern, param="whitespace_pattern"))
+        if space is None:
+            raise refusal("whitespace_pattern matches no spaces, tabs or line ends: write '[ ]?'")
     return JsonStyle(None if params.disable_any_whitespace else space)
 
 

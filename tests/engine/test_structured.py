@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from jaxpaged.errors import RequestError
 from tests.support.engines import TinyEngine
 from tests.support.models import EOS, byte_ids
 from tests.support.schemas import check_json, random_schema
+from tests.support.tangled_schemas import tangled_schema
 
 PROMPT = byte_ids("Answer: ")
 
@@ -34,14 +36,19 @@ def answers(tiny: TinyEngine, params: list[SamplingParams]):
     return [out.outputs for out in tiny.generate([PROMPT] * len(params), params)]
 
 
+def needs(tiny: TinyEngine, schema: Any) -> int:
+    """The tokens of the shortest answer."""
+    shortest = tiny.parts.inputs.grammars.compile(StructuredOutputsParams(json=schema)).shortest
+    assert shortest is not None
+    return shortest
+
+
 def random_jobs(tiny: TinyEngine, seeds) -> list[tuple[dict, SamplingParams]]:
     jobs = []
     for seed in seeds:
         rng = random.Random(seed)
         schema = random_schema(rng, depth=2)
-        shortest = tiny.parts.inputs.grammars.compile(StructuredOutputsParams(json=schema)).shortest
-        assert shortest is not None
-        max_tokens = shortest + rng.choice([0, 0, 1, 3, 30])
+        max_tokens = needs(tiny, schema) + rng.choice([0, 0, 1, 3, 30])
         jobs.append((schema, held_to(schema, seed=seed, max_tokens=max_tokens)))
     return jobs
 
@@ -58,8 +65,20 @@ def test_random_schemas_are_met_at_any_budget_that_suffices(tiny):
 
 
 @pytest.mark.slow
-def test_two_hundred_random_schemas_are_met(tiny):
-    jobs = random_jobs(tiny, range(1000, 1200))
+@pytest.mark.parametrize("first", range(1000, 1200, 25))
+def test_two_hundred_tangled_schemas_are_met_at_every_budget(tiny, first):
+    jobs = []
+    for seed in range(first, first + 25):
+        schema = tangled_schema(random.Random(seed))
+        try:
+            shortest = needs(tiny, schema)
+        except RequestError:  # not served, or nothing fits it
+            continue
+        if shortest < 200:  # the model has 256 positions
+            jobs += [
+                (schema, held_to(schema, seed=seed, max_tokens=shortest + i)) for i in range(7)
+            ]
+    assert len(jobs) > 100
     for (schema, _), (answer,) in zip(jobs, answers(tiny, [p for _, p in jobs]), strict=True):
         check(schema, answer)
 

@@ -12,13 +12,11 @@ import pytest
 from llguidance.numpy import fill_next_token_bitmask
 
 from jaxpaged.errors import RequestError
-from jaxpaged.text.grammar import CompiledGrammar, Grammars
-from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
+from jaxpaged.text.grammar import Grammars
+from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller
+from tests.support.grammars import PLENTY, WORDS, allowed_by, answer, token_ids
 from tests.support.models import EOS, VOCAB, byte_ids
 from tests.support.schemas import ODD_WORDS, SCHEMA_WITH_REFERENCE, check_json, random_schema
-
-WORDS = -(-VOCAB // 32)
-PLENTY = 1 << 29
 
 
 @dataclass
@@ -37,39 +35,6 @@ class Params:
 @pytest.fixture(scope="module")
 def grammars(byte_tokens) -> Grammars:
     return Grammars(byte_tokens, VOCAB)
-
-
-def allowed_by(
-    filler: MaskFiller,
-    matcher: GrammarMatcher,
-    ids: list[int],
-    budget: int,
-    *,
-    goes_on: bool = False,
-) -> np.ndarray:
-    """u32[1, words]: the tokens that may come next."""
-    banned = np.zeros((1, WORDS), np.uint32)
-    filler.ban(banned, [MaskRow(0, matcher, ids, budget, goes_on)])
-    return ~banned
-
-
-def answer(
-    grammars: Grammars, grammar: CompiledGrammar, max_tokens: int, rng: np.random.Generator
-) -> bytes | None:
-    """Draw tokens from the masks until the grammar or the tokens end; None where it is no whole."""
-    matcher, filler = GrammarMatcher(grammar), MaskFiller()
-    ids: list[int] = []
-    mask = np.zeros((1, WORDS), np.uint32)
-    while len(ids) < max_tokens and not matcher.must_end:
-        mask[:] = allowed_by(filler, matcher, ids, max_tokens - len(ids))
-        allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
-        token = int(rng.choice(allowed))
-        if token == EOS:
-            break
-        assert matcher.accept(token)
-        ids.append(token)
-    data = b"".join(grammars.tree.bytes_of(i) for i in ids)
-    return data if matcher.can_end else None
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -98,7 +63,7 @@ def test_both_automata_allow_the_same_tokens(grammars, seed):
         if matcher.must_end:
             break
         np.testing.assert_array_equal(mask[0], ours, err_msg=f"{schema} after {ids}")
-        bits = np.flatnonzero(np.unpackbits(ours.view(np.uint8), bitorder="little"))
+        bits = token_ids(ours)
         token = int(rng.choice(bits))
         if token == EOS:
             break
@@ -118,9 +83,7 @@ def test_masks_kept_by_place_are_what_the_grammar_allows_there(grammars):
             mask[:] = allowed_by(filler, matcher, ids, PLENTY)
             fill_next_token_bitmask(matcher.ll, told.view(np.int32))
             np.testing.assert_array_equal(mask, told, err_msg=f"after {ids}")
-            token = int(
-                rng.choice(np.flatnonzero(np.unpackbits(told[0].view(np.uint8), bitorder="little")))
-            )
+            token = int(rng.choice(token_ids(told[0])))
             if token == EOS:
                 break
             assert matcher.accept(token)
@@ -219,7 +182,7 @@ def test_tagged_parts_of_free_text_are_held_to_their_schemas(grammars):
         liked = byte_ids('<f=[x</"y')
         for _ in range(60):
             mask[:] = allowed_by(MaskFiller(), matcher, ids, PLENTY, goes_on=True)
-            allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
+            allowed = token_ids(mask[0])
             likely = [token for token in liked if token in allowed]
             ids.append(int(rng.choice(likely if likely and rng.random() < 0.6 else allowed)))
             assert matcher.accept(ids[-1])

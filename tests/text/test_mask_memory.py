@@ -1,4 +1,3 @@
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -6,9 +5,10 @@ import pytest
 
 from jaxpaged.core.structured import StructuredOutputsParams
 from jaxpaged.text.grammar import Grammars
-from jaxpaged.text.grammar_matcher import GrammarMatcher, MaskFiller, MaskRow
 from jaxpaged.text.grammars.mask_memory import COUNTS, MaskMemory
-from tests.support.models import EOS, VOCAB
+from tests.support.grammars import answer
+from tests.support.models import VOCAB
+from tests.support.schemas import check_json
 
 
 @dataclass
@@ -55,19 +55,9 @@ def test_grammars_that_must_forget_their_masks_at_once_allow_the_same(byte_token
     for grammar in compiled:
         assert grammar.endings is not None
         grammar.endings._memory = MaskMemory(most_words)
-    words, rng = -(-VOCAB // 32), np.random.default_rng(0)
-    for grammar in compiled * 4:
-        matcher, filler, ids = GrammarMatcher(grammar), MaskFiller(), list[int]()
+    rng = np.random.default_rng(0)
+    for schema, grammar in [*zip(schemas, compiled, strict=True)] * 4:
         assert grammar.shortest is not None
-        most = grammar.shortest + 2
-        while not matcher.must_end:
-            banned = np.zeros((1, words), np.uint32)
-            filler.ban(banned, [MaskRow(0, matcher, ids, most - len(ids), False)])
-            allowed = np.flatnonzero(np.unpackbits((~banned[0]).view(np.uint8), bitorder="little"))
-            token = int(rng.choice(allowed))
-            if token == EOS:
-                break
-            assert matcher.accept(token)
-            ids.append(token)
-        json.loads(b"".join(grammars.tree.bytes_of(i) for i in ids))
-        assert len(ids) <= most
+        data = answer(grammars, grammar, grammar.shortest + 2, rng)
+        assert data is not None
+        check_json(data, schema)

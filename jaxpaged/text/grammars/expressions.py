@@ -1,9 +1,4 @@
-"""What a language is made of, and the same written for llguidance.
-
-A grammar is one expression and the rules that it calls by name. A part that calls no rule is a
-regular expression of its own: one lexeme for llguidance. Lexemes must not run into each other: the
-longest match must be the right one. JSON is written so that it is.
-"""
+"""What a language is made of: a grammar is one expression and the rules that it calls by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +49,14 @@ class Call:
     rule: str
 
 
-type Expression = Text | Chars | Concat | Choice | Repeat | Call
+@dataclass(frozen=True)
+class Unit:
+    """`part`, of which no text is the beginning of another, as of JSON values (`lark`)."""
+
+    part: "Expression"
+
+
+type Expression = Text | Chars | Concat | Choice | Repeat | Call | Unit
 
 
 @dataclass(frozen=True)
@@ -103,86 +105,40 @@ def all_but(excluded: Chars) -> Chars:
     return Chars(tuple(ranges))
 
 
-def calls_rules(expression: Expression) -> bool:
-    match expression:
-        case Call():
-            return True
-        case Concat(parts) | Choice(parts):
-            return any(map(calls_rules, parts))
-        case Repeat(part):
-            return calls_rules(part)
-        case _:
-            return False
+def without_endless(grammar: Grammar) -> Grammar:
+    """The same texts, without ways into rules that call each other for ever.
+
+    It stays as it is where there are only such ways.
+    """
+    ending: set[str] = set()
+    while True:
+        kept = {name: _ending(body, ending) for name, body in grammar.rules.items()}
+        found = {name for name, body in kept.items() if body is not None}
+        if found == ending:
+            break
+        ending = found
+    root = _ending(grammar.root, ending)
+    if root is None or len(ending) == len(grammar.rules):
+        return grammar
+    return Grammar(root, {name: body for name, body in kept.items() if body is not None})
 
 
-def to_regex(expression: Expression) -> str:
-    """A regular expression in the dialect of Rust's regex crate, matching the whole."""
-    match expression:
-        case Text(value):
-            return "".join(map(_escaped, value))
-        case Chars(ranges):
-            return "[" + "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in ranges) + "]"
-        case Concat(parts):
-            return "".join(map(to_regex, parts))
-        case Choice(options):
-            return "(?:" + "|".join(map(to_regex, options)) + ")"
-        case Repeat(part, least, most):
-            return f"(?:{to_regex(part)}){_counts(least, most)}"
-        case Call(rule):
-            raise ValueError(f"rule {rule} inside a regular expression")
-
-
-def to_lark(grammar: Grammar) -> str:
-    """The whole grammar as llguidance's Lark."""
-    rules = {"start": grammar.root, **grammar.rules}
-    return "\n".join(f"{name}: {_lark(body)}" for name, body in rules.items())
-
-
-def _lark(expression: Expression) -> str:
-    if not calls_rules(expression):
-        return f"/{to_regex(expression) or '(?:)'}/"
+def _ending(expression: Expression, rules: set[str]) -> Expression | None:
+    """`expression` as far as it calls none but `rules`; None where nothing is left."""
     match expression:
         case Call(rule):
-            return rule
-        case Concat(parts):
-            return " ".join(_lark_run(parts))
-        case Choice(options):
-            return "( " + " | ".join(map(_lark, options)) + " )"
+            return expression if rule in rules else None
+        case Unit(part):
+            found = _ending(part, rules)
+            return Unit(found) if found else None
         case Repeat(part, least, most):
-            return f"( {_lark(part)} ){_counts(least, most)}"
+            found = _ending(part, rules)
+            return Repeat(found, least, most) if found else None if least else Text("")
+        case Concat(parts):
+            every = [found for part in parts if (found := _ending(part, rules)) is not None]
+            return Concat(tuple(every)) if len(every) == len(parts) else None
+        case Choice(options):
+            some = [found for one in options if (found := _ending(one, rules)) is not None]
+            return choice(some) if some else None
         case _:
-            raise AssertionError("unreachable")
-
-
-def _lark_run(parts: Sequence[Expression]) -> list[str]:
-    """Neighbours that call no rule become one lexeme."""
-    written: list[str] = []
-    regular: list[Expression] = []
-    for part in _flat(parts):
-        if not calls_rules(part):
-            regular.append(part)
-            continue
-        if regular:
-            written.append(_lark(Concat(tuple(regular))))
-            regular = []
-        written.append(_lark(part))
-    if regular:
-        written.append(_lark(Concat(tuple(regular))))
-    return written
-
-
-def _flat(parts: Sequence[Expression]) -> list[Expression]:
-    flat: list[Expression] = []
-    for part in parts:
-        flat += _flat(part.parts) if isinstance(part, Concat) else [part]
-    return [part for part in flat if part != Text("")]
-
-
-def _counts(least: int, most: int | None) -> str:
-    marks = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-    return marks.get((least, most)) or f"{{{least},{'' if most is None else most}}}"
-
-
-def _escaped(character: str) -> str:
-    plain = character.isascii() and (character.isalnum() or character in ' ":,_')
-    return character if plain else f"\\x{{{ord(character):x}}}"
+            return expression

@@ -77,11 +77,12 @@ class ObjectSchema:
     def _free_members(self, num_listed: int) -> Free | None:
         """A free member, and how many there may be."""
         num_required = len(self.required)
-        if self.least > num_required + (self.free is not False and not num_listed):
+        has_free = self.free is not False and self.most != num_listed
+        if self.least > num_required + (has_free and not num_listed):
             raise self.refuse("minProperties is over what required asks for")
         if self.most is not None and self.most < num_listed:
             raise self.refuse("maxProperties is under the number of properties")
-        if self.free is False or self.most == num_listed:
+        if not has_free:
             return None
         value = self.translate(self.free, "additionalProperties")
         member = seq(key_without(list(self.properties)), self.style.mark(":"), value)

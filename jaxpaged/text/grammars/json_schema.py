@@ -15,9 +15,11 @@ from jaxpaged.text.grammars.expressions import (
     Grammar,
     Repeat,
     Text,
+    Unit,
     choice,
     optional,
     seq,
+    without_endless,
 )
 from jaxpaged.text.grammars.json_leaves import (
     count,
@@ -75,20 +77,23 @@ class _Translation:
         self._names: dict[str, str] = {}
 
     def grammar(self) -> Grammar:
-        return Grammar(self.expression(self.schema, "#", 0), self.rules)
+        return without_endless(Grammar(self.expression(self.schema, "#", 0), self.rules))
 
     def refuse(self, place: str, what: str) -> RequestError:
         return not_served(f"{self.param}: {place}: {what}")
 
     def expression(self, schema: Any, place: str, depth: int) -> Expression:
         """The texts of one schema, which stands at `place`."""
+        return Unit(self._translated(schema, place, depth))
+
+    def _translated(self, schema: Any, place: str, depth: int) -> Expression:
         if depth > MAX_DEPTH:
             raise self.refuse(place, f"schemas are nested deeper than {MAX_DEPTH}")
+        schema = _constraints(schema)
         if schema is True or schema == {}:
             return self.style.any_value(self.rules)
         if not isinstance(schema, dict):
             raise self.refuse(place, "nothing fits this schema")
-        schema = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
         self._check(schema, place)
         if "$ref" in schema and len(schema) == 1:
             return self._call(schema["$ref"], place, depth)
@@ -263,3 +268,14 @@ class _Translation:
             return Text("[]")
         full = style.listed("[", seq(parts[0], tail), "]")
         return full if least else choice([Text("[]"), full])
+
+
+def _constraints(schema: Any) -> Any:
+    """`schema` without remarks; an `allOf` of one, by itself, is that one."""
+    while isinstance(schema, dict):
+        schema = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+        every = schema.get("allOf")
+        if len(schema) != 1 or not isinstance(every, list) or len(every) != 1:
+            break
+        schema = every[0]
+    return schema

@@ -11,6 +11,7 @@ from jaxpaged.text.grammars.expressions import (
     Expression,
     Repeat,
     Text,
+    Unit,
     all_but,
     chars,
     choice,
@@ -22,6 +23,7 @@ from jaxpaged.text.grammars.numbers import NUMBER
 
 ANY_DEPTH = 8  # objects and arrays one in another, where a schema leaves a value open
 INDENT = 24  # most spaces after a line's end
+_WHITE = " \t\n\r"
 _QUOTE = Text('"')
 _UNWRITTEN = chars((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # only escaped
 _HEX = chars((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
@@ -83,8 +85,8 @@ def _written(content: Expression) -> Expression:
             return Choice(tuple(map(_written, options)))
         case Repeat(part, least, most):
             return Repeat(_written(part), least, most)
-        case Call():
-            raise AssertionError("a pattern calls no rules")
+        case Call() | Unit():
+            raise AssertionError("a pattern calls no rules and holds no values")
 
 
 def _written_chars(ranges: tuple[tuple[int, int], ...]) -> Expression:
@@ -121,7 +123,7 @@ class JsonStyle:
         return seq(self.gap, Text(text))
 
     def listed(self, opening: str, items: Expression, closing: str) -> Expression:
-        return seq(self.mark(opening), items, self.close(closing))
+        return seq(self.mark(opening), Unit(items), self.close(closing))
 
     def repeated(self, item: Expression, least: int, most: int | None) -> Expression:
         """`item` separated by commas, at least once."""
@@ -133,12 +135,12 @@ class JsonStyle:
         """Exactly this value."""
         if isinstance(given, dict):
             members = [
-                seq(Text(literal(name)), self.mark(":"), self.value(one))
+                seq(Text(literal(name)), self.mark(":"), Unit(self.value(one)))
                 for name, one in given.items()
             ]
             return self._given("{", members, "}")
         if isinstance(given, list):
-            return self._given("[", [self.value(one) for one in given], "]")
+            return self._given("[", [Unit(self.value(one)) for one in given], "]")
         return Text(literal(given))
 
     def _given(self, opening: str, parts: list[Expression], closing: str) -> Expression:
@@ -149,34 +151,53 @@ class JsonStyle:
 
     def any_value(self, rules: dict[str, Expression], depth: int = ANY_DEPTH) -> Expression:
         """Any JSON value, `depth` brackets deep at most; its rules are added to `rules`."""
-        rules.setdefault("any_string", string())
-        words = [Text("true"), Text("false"), Text("null")]
-        rules.setdefault("any0", choice([Call("any_string"), NUMBER, *words]))
-        if depth == 0:
-            return Call("any0")
-        return choice([Call("any0"), self.any_object(rules, depth), self.any_array(rules, depth)])
-
-    def any_object(self, rules: dict[str, Expression], depth: int = ANY_DEPTH) -> Expression:
-        rules.setdefault("any_string", string())
-        member = seq(Call("any_string"), self.mark(":"), self._any(rules, depth - 1))
-        members = self.listed("{", self.repeated(member, 1, None), "}")
-        return choice([Text("{}"), members])
-
-    def any_array(self, rules: dict[str, Expression], depth: int = ANY_DEPTH) -> Expression:
-        item = self._any(rules, depth - 1)
-        return choice([Text("[]"), self.listed("[", self.repeated(item, 1, None), "]")])
-
-    def _any(self, rules: dict[str, Expression], depth: int) -> Expression:
         name = f"any{depth}"
-        if name not in rules:
-            rules[name] = Text("")  # it is being made
-            rules[name] = self.any_value(rules, depth)
+        if depth == 0:
+            simple = [Text("true"), Text("false"), Text("null"), string(), NUMBER]
+            rules.setdefault(name, choice(simple))
+        elif name not in rules:
+            inner = self.any_value(rules, depth - 1)
+            rules[name] = choice(
+                [
+                    Call("any0"),
+                    Text("{}"),
+                    Text("[]"),
+                    self.listed(
+                        "{", self.repeated(seq(string(), self.mark(":"), inner), 1, None), "}"
+                    ),
+                    self.listed("[", self.repeated(inner, 1, None), "]"),
+                ]
+            )
         return Call(name)
 
 
 def literal(value: Any) -> str:
     """`value` as JSON without white space."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def white_space(pattern: Expression) -> Expression | None:
+    """What JSON takes for white space in the language of `pattern`; None where there is nothing.
+
+    `\\s` matches form feeds too, which JSON refuses.
+    """
+    match pattern:
+        case Text(value):
+            return pattern if not value.strip(_WHITE) else None
+        case Chars(ranges):
+            kept = one_of("".join(c for c in _WHITE if any(a <= ord(c) <= b for a, b in ranges)))
+            return kept if kept.ranges else None
+        case Concat(parts):
+            every = [white_space(part) for part in parts]
+            return None if None in every else Concat(tuple(part for part in every if part))
+        case Choice(options):
+            some = [found for option in options if (found := white_space(option)) is not None]
+            return choice(some) if some else None
+        case Repeat(part, least, most):
+            found = white_space(part)
+            return Repeat(found, least, most) if found else None if least else Text("")
+        case Call() | Unit():
+            raise AssertionError("a pattern calls no rules and holds no values")
 
 
 def bounded_space() -> Expression:

@@ -16,6 +16,7 @@ from jaxpaged.text.grammars.expressions import (
     Grammar,
     Repeat,
     Text,
+    Unit,
 )
 from jaxpaged.text.grammars.refusal import refusal
 from jaxpaged.text.grammars.utf8 import byte_ranges
@@ -95,11 +96,7 @@ class Network:
         """Draw `part` from `start` on; the state where it ends."""
         match part:
             case Text(value):
-                for byte in value.encode():
-                    after = self._state()
-                    self.arrows[start].append((byte, byte, after))
-                    start = after
-                return start
+                return self._add_text(value, start)
             case Chars(ranges):
                 return self._add_chars(ranges, start)
             case Concat(parts):
@@ -107,16 +104,28 @@ class Network:
                     start = self._add(one, start)
                 return start
             case Choice(options):
-                end = self._state()
-                for option in options:
-                    self.empty[self._add(option, self._leave(start))].append(end)
-                return end
+                return self._add_choice(options, start)
             case Repeat():
                 return self._add_repeat(part, start)
+            case Unit(inner):
+                return self._add(inner, start)
             case Call(rule):
                 end = self._state()
                 self.calls[start].append((self._piece(rule, self._rules[rule]), end))
                 return end
+
+    def _add_text(self, value: str, start: int) -> int:
+        for byte in value.encode():
+            after = self._state()
+            self.arrows[start].append((byte, byte, after))
+            start = after
+        return start
+
+    def _add_choice(self, options: tuple[Expression, ...], start: int) -> int:
+        end = self._state()
+        for option in options:
+            self.empty[self._add(option, self._leave(start))].append(end)
+        return end
 
     def _add_chars(self, ranges: tuple[tuple[int, int], ...], start: int) -> int:
         end = self._state()

@@ -55,13 +55,14 @@ def decimals(
     most = MAX_DIGITS if places is None else places
     exact = max([0, *(-int(b.as_tuple().exponent) for b in (low, high) if b is not None)])
     options: list[Expression] = []
-    if high is None or high > 0 or (high == 0 and not closes):
-        zero = Decimal(0)
+    zero = Decimal(0)
+    has_zero = high is None or high > 0 or (high == 0 and not closes)
+    if has_zero:
         begin, excludes = (zero, False) if low is None or low < 0 else (low, opens)
         options += _positive(begin, high, excludes, closes, exact, most)
     if low is None or low < 0:
         below = None if low is None else -low
-        begin, excludes = (Decimal(0), False) if high is None or high >= 0 else (-high, closes)
+        begin, excludes = (zero, False) if has_zero or high is None else (-high, closes)
         negative = _positive(begin, below, excludes, opens, exact, most)
         options += [seq(_MINUS, one) for one in negative]
     return choice(options) if options else None
@@ -72,28 +73,32 @@ def _positive(
 ) -> list[Expression]:
     """From numbers with few digits behind the point to those that the bounds need.
 
-    A number with `k` digits there may go on as it likes where the next larger one is inside too.
+    A number with `k` digits there may go on as it likes where the next larger one is inside too;
+    what it may go on to is not written again with more digits.
     """
     options: list[Expression] = []
-    for k in range(min(exact + 1, most) + 1):
-        scale = Decimal(10) ** k
+    begin = end = 0  # in units of the last digit: from `begin` on all below `end` are written
+    for k in range(
+        (most if opens else min(exact + 1, most)) + 1
+    ):  # just above `low` is always more
+        scale, begin, end = Decimal(10) ** k, begin * 10, end * 10
         first = int((low * scale).to_integral_value(ROUND_CEILING))
         first += opens and first == low * scale
-        last = LARGEST * 10**k
+        last = top = LARGEST * 10**k
         if high is not None:
             last = int((high * scale).to_integral_value(ROUND_FLOOR))
+            top = min(top, last - 1)  # every longer number that begins with n is below n + 1
             last -= closes and last == high * scale
-        if first > last:
-            continue
-        options += [_with_point(first, last, k)]
-        # every longer number that begins with n is below n + 1
-        top = last
-        if high is not None:
-            top = min(last, int((high * scale).to_integral_value(ROUND_FLOOR)) - 1)
-        if first <= top and most > k:
-            more = Repeat(_DIGIT, 1, most - k)
-            tail = seq(Text("."), more) if k == 0 else more
-            options.append(seq(_with_point(first, top, k), tail))
+        for a, b in [(first, begin - 1), (end, last)] if begin < end else [(first, last)]:
+            inner = min(b, top) if most > k else a - 1
+            if a <= inner:
+                more = Repeat(_DIGIT, 1, most - k)
+                tail = seq(Text("."), more) if k == 0 else more
+                options.append(seq(_with_point(a, inner, k), optional(tail)))
+            if max(a, inner + 1) <= b:
+                options.append(_with_point(max(a, inner + 1), b, k))
+        if first <= top:
+            begin, end = first, top + 1
     return options
 
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 from llguidance import StructTag
 
-from jaxpaged.text.grammars.expressions import to_lark
 from jaxpaged.text.grammars.json_schema import json_schema_grammar
 from jaxpaged.text.grammars.json_text import JsonStyle
+from jaxpaged.text.grammars.lark import to_lark
 from jaxpaged.text.grammars.refusal import refusal
 
 MAX_TAGS = 128
