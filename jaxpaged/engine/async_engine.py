@@ -49,7 +49,6 @@ class AsyncLLM(ServedEngine):
             self._deliver,
             self._fail_all,
             lambda error: ran_out(parts.plan, error),
-            parts.engine.spare_s,
         )
 
     @classmethod

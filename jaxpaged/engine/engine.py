@@ -5,7 +5,6 @@ are read when the one after it has been started. Where a row follows a grammar, 
 pass has: its mask depends on the tokens that are read meanwhile.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -133,23 +132,13 @@ class Engine:
         num_tokens = self.metrics.num_prompt_tokens, self.metrics.num_output_tokens
         return take_picture(seqs, self.scheduler, self._builder, self._load(), num_tokens)
 
-    def spare_s(self) -> float:
-        """Seconds for which `step` can wait for requests that may still join the next plan."""
-        scheduler = self.scheduler
-        num_free = scheduler.limits.max_num_seqs - scheduler.num_running
-        if num_free <= scheduler.num_waiting or scheduler.is_drafting:
-            return 0.0
-        return self.steps.spare_s()
-
     def step(self) -> list[TokenEvent]:
         """Start the next step if there is one to start, and tell what an earlier one gave."""
-        begun = time.monotonic()
         plan = self.scheduler.schedule()
         if plan and self._grammar_rows.is_in(plan):
             return self._step_with_grammars(plan)
         if plan:
             self.steps.start(plan)
-            self.steps.pace.planned(time.monotonic() - begun)
         elif self.steps:
             return self._read_oldest()
         events: list[TokenEvent] = []
@@ -213,8 +202,8 @@ class Engine:
         return events
 
     def _note_gaps(self, before: list[float], now: float) -> None:
-        for earlier, count in Counter(before).items():
-            self.metrics.token_gaps(now - earlier, count)
+        for time, count in Counter(before).items():
+            self.metrics.token_gaps(now - time, count)
 
     def _first_token(self, seq: Sequence, now: float) -> None:
         seq.first_token_time = now

@@ -33,7 +33,6 @@ class EngineThread[T]:
         deliver: takes what a step gave, if anything; called by the thread.
         fail_all: tells all callers that nothing more will come; called in their event loop.
         explain: a better error for one that the engine raised, or None.
-        spare_s: seconds for which the next step can wait for commands.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class EngineThread[T]:
         deliver: Callable[[list[T]], None],
         fail_all: Callable[[EngineStopped], None],
         explain: Callable[[BaseException], BaseException | None] = lambda error: None,
-        spare_s: Callable[[], float] = lambda: 0.0,
     ):
         self._engine, self._deliver = engine, deliver
-        self._report, self._explain, self._spare_s = fail_all, explain, spare_s
+        self._report, self._explain = fail_all, explain
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,23 +106,14 @@ class EngineThread[T]:
                     while not (self._commands or self._engine.has_work or self._closing):
                         self._wake.wait()
                         self._busy_since = time.monotonic()
-                self._obey(0.0)
-                while not self._closing and (seconds := self._spare_s()) > 0:
-                    self._obey(seconds)
+                while self._commands:
+                    self._commands.popleft()()
                 if self._engine.has_work and not self._closing and (given := self._engine.step()):
                     self._deliver(given)
         except BaseException as error:
             log.exception("the %s has stopped", self._thread.name)
             self._error = self._explain(error) or error
             self.tell(self._fail_all)
-
-    def _obey(self, seconds: float) -> None:
-        """Do what callers have sent, or send within `seconds`."""
-        with self._wake:
-            if not self._commands and seconds:
-                self._wake.wait(seconds)
-        while self._commands:
-            self._commands.popleft()()
 
     def _fail_all(self) -> None:
         self._report(self._stopped())

@@ -11,7 +11,6 @@ from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.core.packing import HostBatch
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.engine.pace import Pace
 from jaxpaged.engine.runner import PendingLogits, PendingStep, Runner, StepResult
 from jaxpaged.metrics import EngineMetrics
 
@@ -48,7 +47,6 @@ class StepPipeline:
         self._builder, self._ladder = builder, ladder
         self._max_in_flight, self._num_scheduler_steps = max_in_flight, num_scheduler_steps
         self._started: deque[_Started] = deque()
-        self.pace, self._is_planned_late = Pace(), False
         self.last_step_time = time.monotonic()  # when a step was last read
         self.num_padded_tokens = 0  # since start
         self.on_step: Callable[[StepPlan], None] | None = None  # told of every step that starts
@@ -61,19 +59,6 @@ class StepPipeline:
     def is_full(self) -> bool:
         """Whether the oldest step is to be read before another one starts."""
         return len(self._started) >= self._max_in_flight
-
-    def spare_s(self) -> float:
-        """Seconds for which planning can wait and the device gets its next step in time.
-
-        0 or less where it cannot, or where that is not known.
-        """
-        if len(self._started) != 1 or self._max_in_flight != 2 or self._num_scheduler_steps > 1:
-            return 0.0
-        started = self._started[0]
-        begun = max(self.last_step_time, started.time)
-        spare = self.pace.latest(started.pending[0].bucket, begun) - time.monotonic()
-        self._is_planned_late |= spare > 0
-        return spare
 
     def start(self, plan: StepPlan) -> None:
         """Dispatch a step, and where a chain of steps may go at once those that follow it."""
@@ -98,14 +83,10 @@ class StepPipeline:
         Steps of one dispatch come back together, and are taken to have lasted the same.
         """
         started = self._started.popleft()
-        begun, asked = max(self.last_step_time, started.time), time.monotonic()
+        begun = max(self.last_step_time, started.time)
         for i, (plan, pending) in enumerate(zip(started.plans, started.pending, strict=True), 1):
             result = self.runner.read(pending)
             self.last_step_time = time.monotonic()
-            if len(started.plans) == 1:
-                left = self.last_step_time - asked if self._is_planned_late else None
-                self._is_planned_late = False
-                self.pace.ended(pending.bucket, self.last_step_time - begun, left)
             yield plan, result, begun + (self.last_step_time - begun) * i / len(started.plans)
 
     def _start_chain(self, plan: StepPlan, bucket: Bucket) -> None:

@@ -11,15 +11,3 @@ def test_a_measured_load_is_met_within_a_tenth(monkeypatch):
     found = HttpSimulation("decode", 8192, 256, 0.0, Costs(), seed=0).run()
     assert 650 < found["first token p99"] < 790
     assert 7.2 < found["gap p50"] < 8.8  # contexts are shorter
-
-
-def test_waiting_for_newcomers_brings_their_first_tokens_sooner(monkeypatch):
-    load = workloads.Workload(256, (128, 768), (32, 96), 1)
-    monkeypatch.setitem(workloads.WORKLOADS, "mixed", load)
-    at_once, late = (
-        HttpSimulation("mixed", 8192, 96, 0.0, Costs(), seed=0, waits=waits).run()
-        for waits in (False, True)
-    )
-    assert late["first token p50"] < 0.95 * at_once["first token p50"]
-    assert late["tokens/s"] > 0.99 * at_once["tokens/s"]
-    assert late["gap p99"] < 1.05 * at_once["gap p99"]

@@ -81,9 +81,6 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._answers)
 
-    def spare_s(self) -> float:
-        return 0.0
-
     @property
     def load_size(self) -> int:
         """Answers that are being made."""
