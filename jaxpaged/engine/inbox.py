@@ -1,13 +1,11 @@
 """Events on their way from the engine's thread to a request's caller."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.request import TokenEvent
-
-PIECE = 32  # events that are passed on before the event loop looks for what has come
 
 
 class EventSink(Protocol):
@@ -20,53 +18,23 @@ class EventSink(Protocol):
 class Sinks(dict[str, EventSink]):
     """The sinks of all open requests, by request id."""
 
-    def __init__(self, sinks: Mapping[str, EventSink] | None = None):
-        super().__init__(sinks or {})
-        self._kept: list[TokenEvent] = []  # of the last step, the next one to pass on at the end
-        self._is_coming_back = False
-
     def deliver(self, events: Sequence[TokenEvent]) -> None:
-        """Pass on what a step gave: first what ends, then from the youngest sequence on.
+        """Pass on what a step gave, the youngest sequences first.
 
-        Writing hundreds of chunks takes a step's time. Who has an answer may ask again, a first
-        token is waited for most, and between two pieces the event loop reads what has come.
+        Writing hundreds of chunks takes a step's time, and a first token is waited for most.
         """
-        self._put_kept(len(self._kept))
-        self._kept = [event for event in events if event.finish_reason is None]
-        if len(self._kept) < len(events):
-            for event in events:
-                if event.finish_reason is not None:
-                    self._put(event)
-        self._put_piece()
-
-    def _put_piece(self) -> None:
-        if len(self._kept) > PIECE and not self._is_coming_back:
-            self._is_coming_back = True
-            asyncio.get_running_loop().call_soon(self._come_back)
-        self._put_kept(PIECE)
-
-    def _come_back(self) -> None:
-        self._is_coming_back = False
-        self._put_piece()
-
-    def _put_kept(self, count: int) -> None:
-        for _ in range(min(count, len(self._kept))):
-            self._put(self._kept.pop())
-
-    def _put(self, event: TokenEvent) -> None:
-        sink = self.get(event.request_id)
-        if sink is not None:
-            sink.put(event)
+        for event in reversed(events):
+            sink = self.get(event.request_id)
+            if sink is not None:
+                sink.put(event)
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Have a request's caller see `error`; one that is not here is no error."""
-        self._put_kept(len(self._kept))
         sink = self.get(request_id)
         if sink is not None:
             sink.fail(error)
 
     def fail_all(self, error: Exception) -> None:
-        self._put_kept(len(self._kept))
         for sink in list(self.values()):
             sink.fail(error)
 
