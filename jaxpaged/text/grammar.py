@@ -117,6 +117,8 @@ class Grammars:
             return self.kept(params) or self._compile(params)
         except RecursionError:  # of whatever walks it
             raise refusal("the schema or grammar is nested too deep") from None
+        except UnicodeEncodeError:
+            raise refusal("half of a surrogate pair is no character: send whole ones") from None
 
     def _compile(self, params: GrammarParams) -> CompiledGrammar:
         if not self._tokenizer.eos_token_ids:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxpaged.core.structured import StructuredOutputsParams
 from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.grammar_matcher import GrammarMatcher
+from jaxpaged.text.grammars.expressions import Call, Concat, Grammar, Text, without_endless
 from tests.support.grammars import PLENTY, WORDS, answer, token_ids
 from tests.support.models import EOS, VOCAB, byte_ids
 from tests.support.schemas import check_json
@@ -130,6 +132,13 @@ def test_no_way_leads_to_where_nothing_ends(grammars):
     assert takes(grammar, "[1,[],null]")
     assert not takes(grammar, "[1,[{")
     assert not takes(grammar, "[1,[],{")
+
+
+def test_a_long_chain_of_rules_is_followed_once():
+    chain = {f"t{i + 1}": Concat((Text("x"), Call(f"t{i}"))) for i in range(3000)}
+    start = time.monotonic()
+    without_endless(Grammar(Call("t3000"), {"t0": Text(""), **chain}))
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(

@@ -112,14 +112,16 @@ def without_endless(grammar: Grammar) -> Grammar:
     """
     ending: set[str] = set()
     while True:
-        kept = {name: _ending(body, ending) for name, body in grammar.rules.items()}
-        found = {name for name, body in kept.items() if body is not None}
-        if found == ending:
+        size = len(ending)
+        for name, body in grammar.rules.items():  # most come after those that they call
+            if name not in ending and _ending(body, ending) is not None:
+                ending.add(name)
+        if len(ending) == size:
             break
-        ending = found
     root = _ending(grammar.root, ending)
     if root is None or len(ending) == len(grammar.rules):
         return grammar
+    kept = {name: _ending(body, ending) for name, body in grammar.rules.items()}
     return Grammar(root, {name: body for name, body in kept.items() if body is not None})
 
 
