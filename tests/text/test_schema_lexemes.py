@@ -120,6 +120,12 @@ def test_a_thousand_tangled_schemas_are_met_at_every_budget(grammars, first):
     assert sum(served) > 70
 
 
+def test_ambiguity_does_not_double_with_every_bracket(grammars):
+    either = {"type": "array", "items": {"$ref": "#"}}
+    schema = {"anyOf": [either, {**either, "maxItems": 3}, INTEGER]}
+    assert takes(compiled(grammars, schema), 30 * "[" + "1" + 30 * "]")
+
+
 def test_no_way_leads_to_where_nothing_ends(grammars):
     endless = object_of("next", next={"$ref": "#/$defs/endless"})
     schema = {

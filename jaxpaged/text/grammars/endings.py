@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,16 @@ WIDE_DEPTH = 2  # bytes of a token that are looked at from wide places, if they 
 DEAD = 0  # the number of the empty set
 NEVER = 1 << 30  # tokens needed where no ending exists
 
-type _Place = tuple[int, int]  # a state, and the stack of states to come back to
+type _Place = tuple[int, int]  # a state, and the number of the stack to come back to
+
+
+class _Stack(NamedTuple):
+    """Where a piece comes back to: all its callers, each with what lies below it."""
+
+    callers: frozenset[_Place]
+    nearest: int  # tokens to the end, of the caller that is nearest to it
+    farthest: int
+    worst: int  # most tokens that any place on the way there is from the end
 
 
 class Endings:
@@ -44,9 +54,8 @@ class Endings:
     def _forget(self) -> None:
         """Start again; numbers of an earlier epoch mean nothing."""
         self.epoch += 1
-        # back to, the stack below, tokens to the end, and most tokens on the way there
-        self._stacks: list[tuple[int, int, int, int]] = [(-1, -1, 0, 0)]
-        self._stack_ids: dict[tuple[int, int], int] = {}
+        self._stacks = [_Stack(frozenset(), 0, 0, 0)]
+        self._stack_ids: dict[frozenset[_Place], int] = {}
         self._sets: list[frozenset[_Place]] = []
         self._ids: dict[tuple[frozenset[_Place], bool], int] = {}
         self._steps: dict[int, int] = {}  # by place and byte
@@ -199,18 +208,28 @@ class Endings:
         return self._closed(into) if into else DEAD
 
     def _closed(self, places: Sequence[_Place]) -> int:
-        """The number of the set of `places` and all that they reach without a byte."""
-        network, seen, waiting, can_end = self.network, set(places), list(places), False
-        while waiting:
-            state, stack = waiting.pop()
-            new = [(to, stack) for to in network.empty[state]]
-            for piece, back in network.calls[state]:
-                new.append((network.starts[piece], self._stack(back, stack)))
-            if state in network.ends:
-                back, below = self._stacks[stack][:2]
-                can_end |= back < 0
-                if back >= 0:
-                    new.append((back, below))
+        """The number of the set of `places` and all that they reach without a byte.
+
+        Callers of one piece share a stack, or ambiguity would double with every call. So a piece
+        waits for those that might call it too, which are further from their first byte.
+        """
+        network, can_end = self.network, False
+        seen = {place for place in places if self._cost[place[0]] < ENDLESS}
+        waiting = list(seen)
+        called: dict[int, set[_Place]] = {}
+        while waiting or called:
+            if waiting:
+                state, stack = waiting.pop()
+                new = [(to, stack) for to in network.empty[state]]
+                for piece, back in network.calls[state]:
+                    if self._cost[back] < ENDLESS:
+                        called.setdefault(piece, set()).add((back, stack))
+                if state in network.ends:
+                    can_end |= stack == 0
+                    new += self._stacks[stack].callers
+            else:
+                piece = max(called, key=network.call_depth.__getitem__)
+                new = [(network.starts[piece], self._stack(frozenset(called.pop(piece))))]
             for one in new:
                 if one not in seen and self._cost[one[0]] < ENDLESS:
                     seen.add(one)
@@ -219,28 +238,36 @@ class Endings:
                 raise refusal("the grammar is too ambiguous to follow: make it simpler")
         return self._number(frozenset(p for p in seen if network.arrows[p[0]]), can_end)
 
-    def _stack(self, back: int, below: int) -> int:
-        number = self._stack_ids.get((back, below))
+    def _stack(self, callers: frozenset[_Place]) -> int:
+        number = self._stack_ids.get(callers)
         if number is None:
-            number = self._stack_ids[back, below] = len(self._stacks)
-            _, _, rest, worst = self._stacks[below]
-            worst = max(worst, self._worst_cost[back] + rest)
-            self._stacks.append((back, below, self._cost[back] + rest, worst))
+            number = self._stack_ids[callers] = len(self._stacks)
+            self._stacks.append(
+                _Stack(
+                    callers,
+                    min([self._cost[s] + self._stacks[k].nearest for s, k in callers]),
+                    max([self._cost[s] + self._stacks[k].farthest for s, k in callers]),
+                    max([self._worst_of(place) for place in callers]),
+                )
+            )
         return number
+
+    def _worst_of(self, place: _Place) -> int:
+        state, stack = place
+        below = self._stacks[stack]
+        return min(max(self._worst_cost[state] + below.nearest, below.worst), ENDLESS)
 
     def _number(self, places: frozenset[_Place], can_end: bool) -> int:
         number = self._ids.get((places, can_end))
         if number is None:
-            costs = [self._cost[s] + self._stacks[stack][2] for s, stack in places]
+            costs = [self._cost[s] + self._stacks[k].nearest for s, k in places]
+            farthest = [self._cost[s] + self._stacks[k].farthest for s, k in places]
             number = self._ids[places, can_end] = len(self._sets)
             self._sets.append(places)
             self._rows.append(None)
             self.needs.append(0 if can_end else min([NEVER, *costs]))
-            self._farthest.append(max([0, *(cost for cost in costs if cost < ENDLESS)]))
-            worst = [
-                max(self._worst_cost[s] + self._stacks[k][2], self._stacks[k][3]) for s, k in places
-            ]
-            self._worst.append(min(max([0, *worst]), ENDLESS))
+            self._farthest.append(max([0, *farthest]))
+            self._worst.append(max([0, *map(self._worst_of, places)]))
         return number
 
 
