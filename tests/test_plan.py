@@ -8,7 +8,8 @@ from jaxpaged.config.pooling import leave_room, share_devices
 from jaxpaged.plan import main
 from tests.support.models import write_model
 
-CONFIGS = Path(__file__).parent.parent / "benchmarks" / "configs"
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "benchmarks" / "configs"
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +20,13 @@ def environment(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 
 
-def test_a_plan_needs_no_weights_and_no_gpu(capsys):
-    assert main([str(CONFIGS / "llama3-8b"), "--gpu", "H200"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "llama3-8b, bfloat16"
-    assert [line[:19].strip() for line in lines[1:]] == [
-        "device", "weights", "sequence slots", "workspace", "steps a dispatch", "page pool",
-        "longest context", "concurrency", "verdict",
-    ]  # fmt: skip
-    assert "14.96 GiB" in lines[2]
-    assert lines[-1].endswith("fits")
+def test_a_plan_needs_no_weights_and_no_gpu_and_is_what_the_readme_shows(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    readme = Path("README.md").read_text(encoding="utf-8")
+    shown = readme.partition("$ .venv/bin/jaxpaged plan ")[2].partition("```")[0]
+    command, *lines = shown.splitlines()
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_what_does_not_fit_exits_with_one_and_says_what_helps(capsys):

@@ -7,6 +7,7 @@ from jaxpaged.core.params import MAX_LOGPROBS
 from jaxpaged.errors import RequestError
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+MAX_LENGTH_PENALTY = 10.0  # beyond it the longest contexts have no finite score
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class BeamSearchParams:
             raise RequestError(
                 f"max_tokens is {self.max_tokens}, a beam search needs 1 or more",
                 param="max_tokens",
+            )
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
+            raise RequestError(
+                f"length_penalty is {self.length_penalty}, allowed are {-MAX_LENGTH_PENALTY:g} to "
+                f"{MAX_LENGTH_PENALTY:g}",
+                param="length_penalty",
             )
 
     @property

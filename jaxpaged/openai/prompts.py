@@ -192,12 +192,13 @@ def _parsed_calls(where: str, given: Any) -> list[dict[str, Any]]:
         function = as_object(call.get("function")) or {}
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            function = {**function, "arguments": _json(where, arguments)}
+            function = {**function, "arguments": parsed_arguments(where, arguments)}
         parsed.append({**call, "function": function})
     return parsed
 
 
-def _json(where: str, text: str) -> Any:
+def parsed_arguments(where: str, text: str) -> Any:
+    """What the JSON text of a call's arguments holds; `where` names the call in a refusal."""
     data = text.encode() or b"{}"
     found = out_of_bounds(data)
     if found is not None:

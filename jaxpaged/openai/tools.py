@@ -148,6 +148,12 @@ def _checked_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}.function.parameters must be a JSON schema, an object",
             param=f"{where}.function.parameters",
         )
+    kind = (parameters or {}).get("type", "object")
+    if kind != "object" and "object" not in (as_list(kind) or ()):
+        raise RequestError(
+            f"{where}.function.parameters has the type {str(kind)[:40]!r}: arguments are an object",
+            param=f"{where}.function.parameters",
+        )
     return dict(tool)
 
 
@@ -157,8 +163,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, which are an object whatever it says."""
-    schema = _function(tool).get("parameters") or {}
-    return schema if "type" in schema else {"type": "object"} | schema
+    return (_function(tool).get("parameters") or {}) | {"type": "object"}
 
 
 def _call_schema(tool: Mapping[str, Any], place: str) -> dict[str, Any]:

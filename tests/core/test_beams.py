@@ -48,13 +48,28 @@ def test_a_search_ends_when_no_beam_is_left():
 
 
 @pytest.mark.parametrize(
-    ("width", "max_tokens", "field"),
-    [(0, 4, "beam_width"), (11, 4, "beam_width"), (2, 0, "max_tokens")],
+    ("width", "max_tokens", "penalty", "field"),
+    [
+        (0, 4, 1.0, "beam_width"),
+        (11, 4, 1.0, "beam_width"),
+        (2, 0, 1.0, "max_tokens"),
+        (2, 4, 1e308, "length_penalty"),
+        (2, 4, -11.0, "length_penalty"),
+        (2, 4, math.nan, "length_penalty"),
+    ],
 )
-def test_what_cannot_be_searched_is_refused(width, max_tokens, field):
+def test_what_cannot_be_searched_is_refused(width, max_tokens, penalty, field):
     with pytest.raises(RequestError) as refusal:
-        BeamSearchParams(width, max_tokens)
+        BeamSearchParams(width, max_tokens, length_penalty=penalty)
     assert refusal.value.param == field
+
+
+@pytest.mark.parametrize("penalty", [-10.0, 10.0])
+def test_the_largest_length_penalties_have_finite_scores(penalty):
+    params = BeamSearchParams(1, 1, length_penalty=penalty)
+    beams = Beams((0,) * 2**20, params, {EOS})
+    beams.extend([{1: -2.0, 2: -1.0}])
+    assert [beam.token_ids[-1] for beam in beams.best()] == [2]
 
 
 @pytest.mark.parametrize("prompt_len", [1000, 1008])

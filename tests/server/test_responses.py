@@ -290,6 +290,8 @@ async def test_a_failed_response_says_so(server):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "x", "arguments": "{"}]}, "input[0]"),
+        ({"text": {"format": "json_object"}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "sometimes", "tools": [STOP]}, "tool_choice"),
         ({"truncation": "auto"}, "truncation"),

@@ -9,6 +9,9 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
+from jaxpaged.config.settings import ModelSettings
+from jaxpaged.openai.schema import ChatRequest
+from jaxpaged.openai.tools import tool_use
 from tests.server.conftest import CHAT, Running
 from tests.support.models import byte_ids
 
@@ -25,6 +28,7 @@ WEATHER = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
+ARRAY = {"type": ["array", "null"]}
 HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 TWO_CALLS = (
     'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n'
@@ -280,6 +284,10 @@ async def test_reasoning_that_the_prompt_opened_is_reasoning(start):
             {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]},
             "tools[0].function.parameters",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": ARRAY}}]},
+            "tools[0].function.parameters",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -292,6 +300,14 @@ async def test_what_is_wrong_with_tools_is_refused_by_name(start, more, param):
     server = await start(model_settings=HERMES)
     reply = await server.post(ask() | more, CHAT)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_a_forced_calls_arguments_are_an_object_whatever_else_their_schema_allows():
+    function = {"name": "x", "parameters": {"type": ["object", "null"], "maxProperties": 1}}
+    choice = {"type": "function", "function": {"name": "x"}}
+    tools = [{"type": "function", "function": function}]
+    body = ChatRequest(messages=[], tools=tools, tool_choice=choice)
+    assert tool_use(body, ModelSettings()).schema() == {"type": "object", "maxProperties": 1}
 
 
 async def test_calls_in_free_text_need_a_parser(server):

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.chat import client_field
-from jaxpaged.openai.prompts import as_list, as_object
+from jaxpaged.openai.prompts import as_list, as_object, parsed_arguments
 from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import ChatRequest
 
@@ -108,6 +108,7 @@ def _add(messages: list[Item], where: str, item: Item) -> None:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not all(isinstance(value, str) for value in function.values()):
                 raise RequestError(f"{where} needs name and arguments as text", param=where)
+            parsed_arguments(where, item["arguments"])
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _turn(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
@@ -183,7 +184,12 @@ def _effort(reasoning: Item | None) -> str | None:
 
 
 def _format(text: Item | None) -> Item | None:
-    given = as_object((text or {}).get("format"))
+    raw = (text or {}).get("format")
+    given = as_object(raw)
+    if given is None and raw is not None:
+        raise RequestError(
+            'text.format must be an object with a type, as {"type": "text"}', param="text.format"
+        )
     if given is None or given.get("type") == "text":
         return None
     if given.get("type") == "json_schema":
