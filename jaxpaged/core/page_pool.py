@@ -43,10 +43,12 @@ class PagePool:
         self.evict_group = 1  # cached pages that lose their content together
         self.local: Companions | None = None  # where layers with a window have their own pages
         self._blank = list(range(num_pages - 1, 0, -1))  # taken from the end
-        # cached pages, oldest first; who was shared meanwhile stays in it, and only a page's last
-        # place counts: to take thousands out one by one would take long
+        # places of cached pages, oldest first, `_looked_at` before `_line`; who was shared meanwhile
+        # stays in it, and only a page's last place counts: to take thousands out would take long
+        self._looked_at: deque[int] = deque()
         self._line: deque[int] = deque()
-        self._num_places = [0] * num_pages  # of each page in that line
+        self._next_place = 0  # a place's remainder by `num_pages` is its page
+        self._last_place = [-1] * num_pages
         self._num_cached = 0
         self._num_holders = [0] * num_pages
         self._is_kept = bytearray(num_pages)  # known to the prefix cache, held or not
@@ -129,13 +131,19 @@ class PagePool:
 
     def _leave_line(self, num_pages: int) -> list[int]:
         """Take the oldest cached pages out of the line."""
-        line, num_places, found = self._line, self._num_places, list[int]()
-        while len(found) < num_pages:
-            page_id = line.popleft()
-            num_left = num_places[page_id] = num_places[page_id] - 1
-            if not num_left and self._is_kept[page_id] and not self._num_holders[page_id]:
-                found.append(page_id)
+        found = list[int]()
+        for line in (self._looked_at, self._line):
+            while line and len(found) < num_pages:
+                place = line.popleft()
+                if self._counts(place):
+                    found.append(place % self.num_pages)
         return found
+
+    def _counts(self, place: int) -> bool:
+        """Whether a place in line stands for a cached page."""
+        page_id = place % self.num_pages
+        is_last = self._last_place[page_id] == place
+        return is_last and not self._num_holders[page_id] and bool(self._is_kept[page_id])
 
     def share(self, page_ids: Iterable[int]) -> None:
         """Add a holder to pages that are held or cached."""
@@ -165,14 +173,24 @@ class PagePool:
                 self._blank.append(page_id)
         self._num_cached += len(cached)
         self._enter_line(cached)
-        if len(self._line) > 2 * self.num_pages:
-            self._enter_line(self._leave_line(self._num_cached))
 
     def _enter_line(self, page_ids: Seq[int]) -> None:
-        num_places = self._num_places
+        place, num_pages, last = self._next_place, self.num_pages, self._last_place
         for page_id in page_ids:
-            num_places[page_id] += 1
-        self._line.extend(page_ids)
+            last[page_id] = place + page_id
+            place += num_pages
+        self._line += [last[page_id] for page_id in page_ids]
+        self._next_place = place
+        if len(self._line) + len(self._looked_at) > num_pages:
+            self._shorten_line(2 * len(page_ids))
+
+    def _shorten_line(self, num_places: int) -> None:
+        """Look at so many places, and drop those that no longer count."""
+        line = self._line
+        seen = [line.popleft() for _ in range(min(num_places, len(line)))]
+        self._looked_at += filter(self._counts, seen)
+        if not line:  # from the beginning again
+            self._line, self._looked_at = self._looked_at, line
 
     def keep(self, page_id: int) -> None:
         """The prefix cache knows this held page now: once free, it stays findable until taken."""
@@ -233,10 +251,9 @@ class PagePool:
             raise InvariantError(f"page pool: pages {cached} are cached and counted wrongly")
 
     def _line_has(self, cached: Seq[int]) -> bool:
-        """Whether all of these are in line, and places in it are counted as they are."""
-        counts = Counter(self._line)
-        as_counted = [counts[page_id] for page_id in range(self.num_pages)] == self._num_places
-        return as_counted and all([counts[page_id] for page_id in cached])
+        """Whether the last places of all of these are in line, each once."""
+        counts = Counter((*self._looked_at, *self._line))
+        return all([counts[self._last_place[page_id]] == 1 for page_id in cached])
 
     def check_holders(self, page_lists: Iterable[Seq[int]]) -> None:
         """Compare the reference counts with the page lists of everyone who holds pages.

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -133,10 +135,47 @@ def test_the_line_of_cached_pages_stays_short_and_in_order():
     for _ in range(100):
         pool.share([second, fifth])
         pool.give_back([second, fifth])
-        assert len(pool._line) <= 3 * pool.num_pages
+        assert len(pool._line) + len(pool._looked_at) <= 3 * pool.num_pages
         pool.check()
     pool.take(5)
     assert evicted == [first, fourth, third, fifth, second]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_long_runs_evict_in_order_and_look_at_little_at_once(seed, monkeypatch):
+    draw, num_pages = random.Random(seed), 20 + 40 * (seed % 2)
+    pool, free_since, holders, evicted = PagePool(num_pages, 4), {}, [], []
+    pool.on_evict = evicted.append
+    counts, looks = PagePool._counts, []
+    monkeypatch.setattr(PagePool, "_counts", lambda *place: looks.append(0) or counts(*place))
+    for _ in range(1500):
+        chance = draw.random()
+        if chance < 0.45 and pool.num_free:
+            pages = pool.take(draw.randint(1, min(5, pool.num_free)))
+            assert evicted == list(free_since)[: len(evicted)]
+            for page_id in evicted:
+                del free_since[page_id]
+            evicted.clear()
+            for page_id in pages:
+                if draw.random() < 0.8:
+                    pool.keep(page_id)
+        elif chance < 0.65 and free_since:
+            pages = draw.sample(list(free_since), draw.randint(1, len(free_since)))
+            pool.share(pages)
+            for page_id in pages:
+                del free_since[page_id]
+        elif holders:
+            pages = holders.pop(draw.randrange(len(holders)))
+            looks.clear()
+            pool.give_back(pages)
+            assert len(looks) <= 2 * len(pages)
+            free = [page_id for page_id in reversed(pages) if not pool._num_holders[page_id]]
+            free_since |= dict.fromkeys(filter(pool.is_kept, free))
+            continue
+        else:
+            continue
+        holders.append(pages)
+    pool.check()
 
 
 def test_sharing_a_blank_page_is_refused():
@@ -165,13 +204,14 @@ def test_keeping_a_free_page_is_refused():
         (lambda pool: pool._blank.append(pool._blank[0]), "is in 2 of"),
         (lambda pool: pool._blank.append(0), "null page"),
         (lambda pool: pool._is_kept.__setitem__(pool._blank[0], 1), "is in 2 of"),
-        (lambda pool: pool._line.append(2), "counted wrongly"),
-        (lambda pool: setattr(pool, "_num_cached", 1), "counted wrongly"),
+        (lambda pool: pool._line.pop(), "counted wrongly"),
+        (lambda pool: setattr(pool, "_num_cached", 2), "counted wrongly"),
         (lambda pool: pool._num_holders.__setitem__(pool._blank[0], -1), "is in 2 of|fewer than 0"),
     ],
 )
 def test_check_finds_a_damaged_pool(damage, complaint):
     pool = PagePool(6, 4)
+    pool.give_back(kept_pages(pool, 1))
     pool.take(2)
     pool.check()
     damage(pool)
