@@ -19,7 +19,7 @@ from jaxpaged.openai.responses.convert import (
 )
 from jaxpaged.openai.responses.job import collect, response_job
 from jaxpaged.openai.responses.schema import ResponsesRequest, read_responses
-from jaxpaged.openai.responses.store import ResponseStore, StoredResponse
+from jaxpaged.openai.responses.store import ResponseStore, StoredResponse, Turn, parsed_bytes
 from server.answering import stream_outputs
 from server.auth import KEY_ID
 from server.errors import HttpError, error_fields, log_refusal
@@ -38,13 +38,15 @@ async def create(request: web.Request) -> web.StreamResponse:
         data = await read_body(request)
         body = read_responses(data)
         model = server.check_model(body.model)
-        history = store.history(body.previous_response_id, key_id)
+        before = store.turn(body.previous_response_id, key_id)
+        history = [] if before is None else before.conversation()
         chat = chat_request(body, history)
         with naming_its_fields(chat):
             asker = {"model": model, "key_id": key_id}
             job, answer = await response_job(body, chat, server.engine, usage, **asker)
-            messages = [*history, *input_messages(body.input)]
-            stored = StoredResponse(key_id, answer, messages, input_items(body.input), len(data))
+            turn = Turn([*input_messages(body.input), answer.message], before)
+            items, size = input_items(body.input), parsed_bytes(data)
+            stored = StoredResponse(key_id, answer, turn, items, size)
             work.enter_context(server.open(job, "responses", streams=bool(body.stream)))
             if body.background:
                 return await _start(request, store, stored, body, job, work.pop_all())

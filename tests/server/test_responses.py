@@ -1,6 +1,7 @@
 """/v1/responses: items, typed events, stored conversations, work in the background."""
 
 import asyncio
+import sys
 import time
 from types import SimpleNamespace
 from typing import cast
@@ -11,7 +12,7 @@ import pydantic
 import pytest
 
 from jaxpaged.openai.responses.answer import ResponseAnswer
-from jaxpaged.openai.responses.store import ResponseStore, StoredResponse
+from jaxpaged.openai.responses.store import ResponseStore, StoredResponse, Turn, parsed_bytes
 from server import responses
 from tests.server.conftest import Reply
 from tests.server.test_messages import events_of
@@ -252,11 +253,11 @@ async def test_responses_in_the_background_are_limited_for_each_key(server, monk
     assert server.state.num_working == 0
 
 
-def stored(key_id: str, name: str, num_bytes: int, status="completed") -> StoredResponse:
-    answer = SimpleNamespace(
-        fields={"id": name, "usage": None}, is_ended=status == "completed", message={}
-    )
-    return StoredResponse(key_id, cast(ResponseAnswer, answer), [], [], num_bytes)
+def stored(
+    key_id: str, name: str, num_bytes: int, status="completed", before: Turn | None = None
+) -> StoredResponse:
+    answer = SimpleNamespace(fields={"id": name, "usage": None}, is_ended=status == "completed")
+    return StoredResponse(key_id, cast(ResponseAnswer, answer), Turn([], before), [], num_bytes)
 
 
 def test_a_key_pushes_out_its_own_responses_and_the_largest_gives_way():
@@ -271,6 +272,54 @@ def test_a_key_pushes_out_its_own_responses_and_the_largest_gives_way():
     assert [bool(store.get("b", key)) for key in ("one", "two")] == [True, False]
     store.add(stored("two", "running", 49_000, "in_progress"))
     assert store.get("running", "two")
+
+
+def test_a_turn_is_kept_and_counted_as_long_as_a_response_goes_on_from_it():
+    store = ResponseStore()
+    first = stored("one", "a", 10_000)
+    later = [stored("one", name, 10, before=first.turn) for name in "bc"]
+    for one in (first, *later):
+        store.add(one)
+    own = first.num_bytes + sum(one.num_bytes + one.turn.num_bytes for one in later)
+    assert store.num_bytes == own + 10_000
+    for _ in range(2):
+        store.delete(first)
+        assert store.num_bytes == own - first.num_bytes + 10_000
+    for one in later:
+        store.delete(one)
+    assert store.num_bytes == 0
+    last = stored("one", "d", 10, before=first.turn)  # whose answer took so long
+    store.add(last)
+    assert store.num_bytes == 10_000 + last.num_bytes + last.turn.num_bytes
+
+
+def test_a_conversation_cannot_hold_more_than_the_store_may():
+    store, turn = ResponseStore(max_bytes=100_000), None
+    for number in range(9):
+        one = stored("one", str(number), 20_000, before=turn)
+        store.add(one)
+        turn = one.turn
+        assert store.num_bytes <= 100_000
+        assert bool(store.get(str(number), "one")) == (number < 3)
+
+
+def test_a_body_of_many_small_values_counts_as_what_they_take():
+    values = [[]] * 10_000
+    taken = sum(sys.getsizeof(value) + 8 for value in values)
+    assert parsed_bytes(b"[" + b",".join(b"[]" for _ in values) + b"]") > taken
+
+
+def test_what_a_response_grows_by_in_the_background_is_counted():
+    store = ResponseStore()
+    one = stored("one", "a", 10, "in_progress")
+    store.add(one)
+    before = store.num_bytes
+    one.events += [{}] * 100
+    one.answer.fields["usage"] = {"output_tokens": 500}
+    store.add(stored("two", "a", 10))  # of the same size as the other one was
+    assert store.num_bytes > before + 100_000
+    store.delete(one)
+    assert store.num_bytes == before
 
 
 async def test_a_failed_response_says_so(server):
