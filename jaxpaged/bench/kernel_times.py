@@ -4,12 +4,16 @@ import gzip
 import json
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jax
+
+from jaxpaged.core.plan import StepPlan
+from jaxpaged.errors import ConfigError
 
 HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")  # they run beside the kernels and count as neither
 
@@ -36,10 +40,8 @@ class Idle:
 class DeviceTrace:
     """Records the GPU's kernels from `start` to `stop`; the host's own events are left out."""
 
-    def __init__(self):
-        self._folder = tempfile.TemporaryDirectory()
-
     def start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level = options.python_tracer_level = 0
         jax.profiler.start_trace(self._folder.name, profiler_options=options)
@@ -65,11 +67,52 @@ def kernel_times(function: Callable[[], Any]) -> dict[str, tuple[int, float]]:
         jax.block_until_ready(function())
     finally:
         runs = trace.stop()
+    return sums_by_name(runs)
+
+
+def sums_by_name(runs: Iterable[KernelRun]) -> dict[str, tuple[int, float]]:
+    """Launches and microseconds by kernel name, largest first."""
     totals: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for run in runs:
         count, micros = totals[run.name]
         totals[run.name] = (count + 1, micros + run.end - run.start)
     return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
+
+
+class StepWindow:
+    """Told of every step that starts: traces those from `first` up to `end`, counted from 0."""
+
+    def __init__(self, first: int, end: int):
+        self._first, self._end, self._count, self._trace = first, end, 0, DeviceTrace()
+        self.runs: list[KernelRun] = []
+        self._steps: list[tuple[int, int, int]] = []
+
+    def __call__(self, plan: StepPlan) -> None:
+        if self._count == self._first:
+            self._trace.start()
+        elif self._count == self._end:
+            self.runs = self._trace.stop()
+        if self._first <= self._count < self._end:
+            step = plan.num_rows, plan.num_tokens, sum(plan.columns.starts)
+            self._steps.append(step)
+        self._count += 1
+
+    def means(self) -> dict[str, float]:
+        """Of a step: rows, tokens, tokens of KV before these, microseconds of kernels.
+
+        Raises:
+            ConfigError: there were not so many steps.
+        """
+        if self._count <= self._end:
+            raise ConfigError(
+                f"--traced-steps {self._first}:{self._end}: the workload has {self._count} steps; "
+                "end before the last one"
+            )
+        rows, tokens, seen = (round(fmean(column), 1) for column in zip(*self._steps, strict=True))
+        busy = sum([run.end - run.start for run in self.runs]) / len(self._steps)
+        decodes = sum([step[0] == step[1] for step in self._steps])
+        line = {"steps": len(self._steps), "decodes": decodes, "rows": rows, "tokens": tokens}
+        return line | {"kv_tokens": seen, "kernels_us": round(busy, 1)}
 
 
 def kernel_runs(trace: dict[str, Any]) -> list[KernelRun]:

@@ -3,11 +3,13 @@
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jaxpaged.bench.kernel_times import StepWindow, sums_by_name
 from jaxpaged.bench.report import Report
 from jaxpaged.bench.roofline import CEILINGS, StepCost, floor_seconds, step_cost
 from jaxpaged.bench.targets import WORKLOAD_UNITS, Target, workload_target
@@ -33,13 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after so long in this process each workload runs once only",
     )
     parser.add_argument("--label", default="", help="names the model in the report")
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="list this many kernels by time, of one more run"
+    )
+    parser.add_argument(
+        "--traced-steps", default="200:260", help="steps of that run, FIRST:END counted from 0"
+    )
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure each workload; `seconds` is the best run (latency: the median)."""
     begin = time.monotonic()
-    names = workload_names(args.workloads)
+    names, traced = workload_names(args.workloads), _steps(args.traced_steps)
     llm = LLM.from_parts(build_engine(config_from_args(args), warm=True, show_progress=True))
     report.phases(llm.parts.phases_s)
     label = args.label or args.__dict__.get("model.model", "")
@@ -59,6 +67,11 @@ def run(args: argparse.Namespace, report: Report) -> None:
         if target is not None:
             line |= target.columns() | {"of_peer": _of_peer(line[WORKLOAD_UNITS[name][1]], target)}
         report.add(label, line)
+        if args.kernels:
+            window = StepWindow(*traced)
+            run_once(llm, items, window)
+            report.add(label, {"workload": name, "traced": args.traced_steps} | window.means())
+            report.kernels(sums_by_name(window.runs), args.kernels)
     llm.close()
 
 
@@ -73,6 +86,13 @@ def workload_names(text: str) -> list[str]:
         if name not in WORKLOADS:
             raise ConfigError(f"--workloads: {name!r} is none of {', '.join(WORKLOADS)}")
     return names
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ConfigError(f"--traced-steps: {text!r}, allowed: FIRST:END, such as 200:260")
+    return int(first), int(end)
 
 
 def _of_peer(value: float, target: Target) -> float:
@@ -91,8 +111,10 @@ class Run:
     padded_tokens: int
 
 
-def run_once(llm: LLM, items: list[WorkItem]) -> Run:
-    """All requests at once, ids in and ids out.
+def run_once(
+    llm: LLM, items: list[WorkItem], watch: Callable[[StepPlan], None] | None = None
+) -> Run:
+    """All requests at once, ids in and ids out; `watch` is told of every step that starts.
 
     Raises:
         InvariantError: an answer that is not as long as asked.
@@ -112,6 +134,8 @@ def run_once(llm: LLM, items: list[WorkItem]) -> Run:
 
     def note(plan: StepPlan) -> None:
         steps.append((plan.columns.starts, plan.columns.q_lens))
+        if watch is not None:
+            watch(plan)
 
     engine.steps.on_step = note
     padded, first, start = engine.steps.num_padded_tokens, 0.0, time.monotonic()

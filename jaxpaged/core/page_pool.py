@@ -43,8 +43,8 @@ class PagePool:
         self.evict_group = 1  # cached pages that lose their content together
         self.local: Companions | None = None  # where layers with a window have their own pages
         self._blank = list(range(num_pages - 1, 0, -1))  # taken from the end
-        # places of cached pages, oldest first, `_looked_at` before `_line`; who was shared meanwhile
-        # stays in it, and only a page's last place counts: to take thousands out would take long
+        # places of cached pages, oldest first, `_looked_at` before `_line`; who is shared stays in
+        # line, and only a page's last place counts: to take thousands out would take long
         self._looked_at: deque[int] = deque()
         self._line: deque[int] = deque()
         self._next_place = 0  # a place's remainder by `num_pages` is its page

@@ -262,7 +262,7 @@ def decode_attention(
     t = static.tiles
     plan = plan_decode(kv_lens, kv_heads=kv_heads, workers=static.workers, spec=spec, tiles=t)
 
-    def kernel(*refs):
+    def decode(*refs):
         pl.run_scoped(
             lambda *scratch: _run_warpgroup(static, refs, scratch),
             *_scratch_types(static),
@@ -271,7 +271,7 @@ def decode_attention(
 
     places = static.part_places
     out, *_ = plgpu.kernel(
-        kernel,
+        decode,
         out_type=[
             jax.ShapeDtypeStruct((seqs, kv_heads, static.group, head_dim), q.dtype),
             jax.ShapeDtypeStruct((places, head_dim), q.dtype),

@@ -324,7 +324,7 @@ def mixed_attention(
     q = q.reshape(tokens, kv_heads, static.group, head_dim)
     plan = plan_mixed(kv_lens, cu_q_lens, static)
 
-    def kernel(*refs):
+    def mixed(*refs):
         pl.run_scoped(
             lambda *scratch: _run_warpgroup(static, refs, MixedScratch(*scratch)),
             *_scratch_types(static),
@@ -332,7 +332,7 @@ def mixed_attention(
         )
 
     out = plgpu.kernel(
-        kernel,
+        mixed,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(static.programs,),
         grid_names=("program",),

@@ -79,6 +79,7 @@ def test_peer_runs_each_model_in_a_process_and_goes_on_after_a_failure(model, tm
     [
         ("peer --models llama9 --configs benchmarks/configs", "llama9"),
         ("throughput --model benchmarks/configs/llama3-8b --workloads decoed", "decoed"),
+        ("throughput --model benchmarks/configs/llama3-8b --traced-steps 9", "FIRST:END"),
         ("step --model benchmarks/configs/none --load-format dummy", "none"),
     ],
 )

@@ -1,7 +1,17 @@
 import pytest
 
 from jaxpaged.bench.idle import SETTLING_STEPS, idle_line
-from jaxpaged.bench.kernel_times import KernelRun, idle_time, kernel_runs
+from jaxpaged.bench.kernel_times import (
+    DeviceTrace,
+    KernelRun,
+    StepWindow,
+    idle_time,
+    kernel_runs,
+    sums_by_name,
+)
+from jaxpaged.core.plan import PlannedRow, StepPlan
+from jaxpaged.errors import ConfigError
+from tests.core.fake_device import make_sequence
 
 
 def steps(count, *, gap, kernels=(3.0, 5.0, 3.0), names=("product", "attention", "product")):
@@ -69,3 +79,30 @@ def test_only_streams_of_gpus_are_read_from_a_trace():
         event(2, 7, "python"),
     ]
     assert kernel_runs({"traceEvents": events}) == [KernelRun("attention", 5.0, 7.0)]
+
+
+def test_a_window_traces_its_steps_and_tells_what_they_were(monkeypatch):
+    started = []
+    monkeypatch.setattr(DeviceTrace, "start", lambda self: started.append(0))
+    monkeypatch.setattr(DeviceTrace, "stop", lambda self: steps(2, gap=1.0))
+    window, seq = StepWindow(1, 3), make_sequence()
+    for start, q_len in ((0, 6), (6, 1), (8, 3), (9, 1)):
+        window(StepPlan.of([PlannedRow(seq, 0, start, q_len, True, 0)]))
+    assert window.means() == {
+        "steps": 2,
+        "decodes": 1,
+        "rows": 1,
+        "tokens": 2,
+        "kv_tokens": 7,
+        "kernels_us": 11.0,
+    }
+    assert started == [0]
+    assert sums_by_name(window.runs) == {"product": (4, 12.0), "attention": (2, 10.0)}
+
+
+def test_a_window_behind_the_last_step_is_an_error(monkeypatch):
+    monkeypatch.setattr(DeviceTrace, "start", lambda self: None)
+    window = StepWindow(0, 2)
+    window(StepPlan())
+    with pytest.raises(ConfigError, match="the workload has 1 steps"):
+        window.means()
