@@ -43,7 +43,8 @@ class RequestError(JaxPagedError):
         """Name the field that the client wrote instead of the one that was made of it."""
         before, self.param = self.param, param
         text = str(self)
-        if before and param and text.startswith(f"{before} is "):
+        verbs = ("is", "holds", "must", "has the")
+        if before and param and text.startswith(tuple(f"{before} {verb} " for verb in verbs)):
             self.args = (param + text.removeprefix(before),)
 
 

@@ -2,6 +2,7 @@
 
 from aiohttp import web
 
+from jaxpaged.errors import RequestError
 from jaxpaged.openai.generate import generate_job, read_generate
 from server.answering import respond
 from server.auth import KEY_ID
@@ -13,5 +14,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
     with server.work(request) as usage:
         body = read_generate(await read_body(request))
         model = server.check_model(body.model)
-        job = generate_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
-        return await respond(request, server, job, "generate")
+        try:
+            job = generate_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
+            return await respond(request, server, job, "generate")
+        except RequestError as error:
+            error.name_field("token_ids" if error.param == "prompt" else error.param)
+            raise

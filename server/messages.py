@@ -5,12 +5,11 @@ from contextlib import aclosing
 from aiohttp import web
 
 from jaxpaged.anthropic.answers import MessageAnswer, failure
-from jaxpaged.anthropic.convert import chat_request
+from jaxpaged.anthropic.convert import chat_request, naming_its_fields
 from jaxpaged.anthropic.schema import read_count, read_messages
 from jaxpaged.engine.outputs import RequestOutput
-from jaxpaged.errors import RequestError
 from jaxpaged.openai.answers import check_output, outputs_of
-from jaxpaged.openai.chat import ChatForm, chat_job, client_field
+from jaxpaged.openai.chat import ChatForm, chat_job
 from jaxpaged.openai.chunks import Usage, encode
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.prompts import encode_chat
@@ -19,9 +18,6 @@ from server.answering import stream_outputs
 from server.auth import KEY_ID
 from server.errors import MESSAGES, error_body
 from server.state import SERVER, ServerState, read_body
-
-_NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens",
-          "thinking_token_budget": "thinking.budget_tokens"}  # fmt: skip
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -32,13 +28,9 @@ async def messages(request: web.Request) -> web.StreamResponse:
         chat = chat_request(body)
         if body.thinking is not None and server.engine.model_settings.reasoning_parser:
             chat.thinking_token_budget = body.thinking.budget_tokens
-        try:
+        with naming_its_fields(chat):
             job = await chat_job(chat, server.engine, usage, model=model, key_id=key_id)
             return await _respond(request, server, job)
-        except RequestError as error:
-            param = client_field(chat, error.param)
-            error.name_field(_NAMES.get(param or "", param))
-            raise
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -46,8 +38,9 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = read_count(await read_body(request))
     server.check_model(body.model)
     chat = chat_request(body)
-    use = tool_use(chat, server.engine.model_settings)
-    prompt = await encode_chat(chat, server.engine, use.shown)
+    with naming_its_fields(chat):
+        use = tool_use(chat, server.engine.model_settings)
+        prompt = await encode_chat(chat, server.engine, use.shown)
     answer = {"input_tokens": len(prompt["prompt_token_ids"])}
     return web.Response(body=encode(answer), content_type="application/json")
 

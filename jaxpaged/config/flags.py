@@ -68,7 +68,8 @@ def config_from_keywords(**keywords: Any) -> EngineConfig:
     """The configuration for `LLM(...)`'s keyword arguments.
 
     Raises:
-        ConfigError: a keyword that no setting has, with the nearest one.
+        ConfigError: a keyword that no setting has, with the nearest one, or a value that is no
+            choice of its setting.
     """
     owners = {f.name: group for group, kind in GROUPS.items() for f in dataclasses.fields(kind)}
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
@@ -82,9 +83,18 @@ def config_from_keywords(**keywords: Any) -> EngineConfig:
             value = (value,)
         if isinstance(value, list):
             value = tuple(cast("list[Any]", value))
+        choices = _choices(get_type_hints(GROUPS[owners[name]])[name])
+        if isinstance(value, str) and choices and value not in choices:
+            raise ConfigError(f"{keyword} is {value!r}, allowed are {', '.join(choices)}")
         groups[owners[name]][name] = value
     made: dict[str, Any] = {group: GROUPS[group](**given) for group, given in groups.items()}
     return EngineConfig(**made)
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The texts that a setting of this type is one of; empty where it is any."""
+    literals = (part for part in (kind, *get_args(kind)) if get_origin(part) is Literal)
+    return tuple(choice for literal in literals for choice in get_args(literal))
 
 
 def add_embedding_flags(parser: argparse.ArgumentParser) -> None:

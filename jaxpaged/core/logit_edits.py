@@ -54,6 +54,13 @@ def row_edits(request: Request, vocab: int) -> RowEdits | None:
     )
 
 
+def excluding(request: Request) -> list[str]:
+    """The parameters that may leave a row no token, first the one that is most likely at fault."""
+    names = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+    given = [name for name in names if getattr(request.params, name)]
+    return given or ["logits_processors"]
+
+
 def mask_words(allowed_ids: "np.typing.ArrayLike", vocab: int) -> np.ndarray:
     """Bits, u32[ceil(vocab / 32)]: bit t % 32 of word t // 32 is set where token t is allowed."""
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)

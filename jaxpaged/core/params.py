@@ -4,9 +4,10 @@
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any
 
 from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
@@ -18,6 +19,15 @@ MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
 MAX_WORD = 1024  # characters of a stop string or a banned word
 MAX_BIASES = 512  # logit biases, banned words and ids of one row together
+
+
+_WHOLE = (
+    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+    "stream_interval",
+)  # fmt: skip
+_REAL = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p",
+)  # fmt: skip
 
 
 class OutputKind(enum.Enum):
@@ -76,24 +86,53 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors or ()))
+        for name in (*_WHOLE, *_REAL):
+            self._read_number(name, int if name in _WHOLE else float)
+        for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
+            self._read_list(name)
+        if self.allowed_token_ids is not None:
+            self._read_list("allowed_token_ids")
         if self.logprob_token_ids is not None:
-            ids = tuple(self.logprob_token_ids)
+            self._read_list("logprob_token_ids")
+            ids = self.logprob_token_ids
             if not 1 <= len(ids) <= MAX_LOGPROBS:
                 raise RequestError(
                     f"logprob_token_ids has {len(ids)} entries, allowed are 1 to {MAX_LOGPROBS}",
                     param="logprob_token_ids",
                 )
-            object.__setattr__(self, "logprob_token_ids", ids)
             object.__setattr__(self, "logprobs", len(ids))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
         self._check_lists()
+        given = self.structured_outputs
+        if given is not None and not isinstance(given, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs is {type(given).__name__}: give StructuredOutputsParams(...)",
+                param="structured_outputs",
+            )
+
+    def _read_number(self, name: str, kind: type[int] | type[float]) -> None:
+        """Take a number of NumPy for Python's; the sampler's code relies on those."""
+        value = getattr(self, name)
+        if value is None or type(value) is int or type(value) is kind:
+            return
+        is_whole = isinstance(value, Integral)
+        if isinstance(value, bool) or not (is_whole or (kind is float and isinstance(value, Real))):
+            what = "whole number" if kind is int else "number"
+            raise RequestError(f"{name} is {value!r}, which is no {what}", param=name)
+        object.__setattr__(self, name, int(value) if is_whole else float(value))
+
+    def _read_list(self, name: str) -> None:
+        """Take one text for a list of one, and what else goes through as one for a tuple."""
+        value = getattr(self, name)
+        try:
+            items = (value,) if isinstance(value, str) else () if value is None else tuple(value)
+        except TypeError:
+            raise RequestError(f"{name} is {value!r}: give a list", param=name) from None
+        if name.endswith("_ids") and not set(map(type, items)) <= {int, bool}:
+            items = tuple(int(item) if isinstance(item, Integral) else item for item in items)
+        object.__setattr__(self, name, items)
 
     def _check_numbers(self) -> None:
         _check_range("n", self.n, 1, MAX_CHOICES)
@@ -145,8 +184,10 @@ class SamplingParams:
                     f"{name} has an entry of {longest} characters, allowed are {MAX_WORD}",
                     param=name,
                 )
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError("logit_bias is no mapping from ids to numbers", param="logit_bias")
         for token, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias) or abs(bias) > 100:
+            if not isinstance(bias, Real) or not math.isfinite(bias) or abs(bias) > 100:
                 raise RequestError(
                     f"logit_bias of token {token} is {bias}, allowed are -100 to 100",
                     param="logit_bias",

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
-from jaxpaged.core.plan import StepPlan
+from jaxpaged.core.logit_edits import excluding
+from jaxpaged.core.plan import RowColumns, StepPlan
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
@@ -168,7 +169,7 @@ class Engine:
             result, verified = verify(plan, result)
             nums_before = [len(seq.token_ids) for seq in rows.seqs]
             self.metrics.drafted(list(verified.token_ids.values()), verified.num_guessed)
-        events = [] if result.is_finite.all() else self._fail_not_finite(rows.seqs, result)
+        events = [] if result.is_good else self._fail_rows(rows, result)
         if self._scored:
             self._take_scores(plan, result)
         is_scored = len(result.ranks) > len(result.token_ids)
@@ -209,16 +210,27 @@ class Engine:
         seq.first_token_time = now
         self.metrics.first_token(now - seq.request.arrival_time)
 
-    def _fail_not_finite(self, seqs: Seq[Sequence], result: StepResult) -> list[TokenEvent]:
-        """End the rows whose logits broke; their pages never reach the prefix cache."""
+    def _fail_rows(self, rows: RowColumns, result: StepResult) -> list[TokenEvent]:
+        """End the rows whose logits broke, and those in which no token was left to sample; their
+        pages never reach the prefix cache.
+        """
         events: list[TokenEvent] = []
-        for i in np.flatnonzero(~result.is_finite[: len(seqs)]).tolist():
-            stream = self._streams.get(seqs[i].seq_id)
-            if stream is not None:
-                self.scheduler.finish(stream.seq, "error", None)
+        failed = ~result.is_finite[: len(rows)]
+        if result.is_banned is not None:
+            failed |= result.is_banned[: len(rows)] & np.asarray(rows.samples)
+        for i in np.flatnonzero(failed).tolist():
+            stream = self._streams.get(rows.seqs[i].seq_id)
+            if stream is None:
+                continue
+            at_fault, error = None, NOT_FINITE
+            if result.is_finite[i]:
+                names = excluding(stream.seq.request)
+                at_fault, error = names[0], f"{' and '.join(names)} leave no token to sample"
+            else:
                 self.metrics.corrupted()
-                events.append(stream.ended(NOT_FINITE))
-                self._forget(stream)
+            self.scheduler.finish(stream.seq, "error", at_fault)
+            events.append(stream.ended(error))
+            self._forget(stream)
         return events
 
     def _take_scores(self, plan: StepPlan, result: StepResult) -> None:

@@ -2,10 +2,12 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from jaxpaged.core.hashing import as_bytes, page_hashes
 from jaxpaged.core.params import MAX_BIASES, OutputKind, SamplingParams, check_ids, check_token_ids
@@ -188,9 +190,20 @@ def _check_room(grammar: CompiledGrammar, max_tokens: int, num_closing: int) -> 
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """One prompt or several as several."""
+    """One prompt or several as several.
+
+    Raises:
+        RequestError: what is no prompt.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__}: give text, token ids, or a list of such prompts",
+            param="prompt",
+        )
+    is_numpy = np.ndarray | np.generic
+    prompts = [item.tolist() if isinstance(item, is_numpy) else item for item in prompts]
     is_ids = len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
     return [prompts] if is_ids else list(prompts)
 
@@ -205,6 +218,10 @@ def params_for(
         given = default()
     if isinstance(given, SamplingParams):
         return [replace(given, output_kind=OutputKind.FINAL_ONLY)] * len(prompts)
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"sampling_params is {type(given).__name__}: give SamplingParams, or a list of them"
+        )
     if len(given) != len(prompts):
         raise RequestError(
             f"{len(given)} sampling_params for {len(prompts)} prompts: give one each"

@@ -19,7 +19,7 @@ from jaxpaged.engine.programs import Programs
 from jaxpaged.engine.stages import EarlierStages
 from jaxpaged.engine.step import STEP_WORDS, TOP_WORDS, SamplerState
 from jaxpaged.errors import InvariantError
-from jaxpaged.layers.sampling import TOP_LOGPROBS
+from jaxpaged.layers.sampling import BANNED, FINITE, TOP_LOGPROBS
 from jaxpaged.weights.loader import DRAFT
 
 
@@ -35,6 +35,12 @@ class StepResult:
     top_ids: np.ndarray  # i32[logits, 20]
     top_logprobs: np.ndarray  # f32[logits, 20]
     guessed: np.ndarray | None = None  # i32[tokens] of a step whose drafts the device made
+    is_banned: np.ndarray | None = None  # bool[seqs]: the row's own parameters exclude every token
+
+    @property
+    def is_good(self) -> bool:
+        """Every row gave a token that it may."""
+        return bool(self.is_finite.all()) and (self.is_banned is None or not self.is_banned.any())
 
     @cached_property
     def logprob_list(self) -> list[float]:
@@ -171,12 +177,13 @@ class Runner:
         return StepResult(
             head[:, 0],
             head[:, 1].copy().view(np.float32),
-            head[:, 2] != 0,
+            head[:, 2] & FINITE != 0,
             top[:, 0].copy().view(np.float32),
             top[:, 1],
             top[:, first],
             np.ascontiguousarray(top[:, last]).view(np.float32),
             guessed,
+            head[:, 2] & BANNED != 0,
         )
 
     def set_history(self, slot: int, token_ids: tuple[int, ...], num_prompt_tokens: int) -> None:
@@ -211,6 +218,14 @@ class Runner:
             InvariantError: the trees differ; the first difference is named.
         """
         present = self.all_params if DRAFT in params else self.params
+        names = [
+            {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+            for tree in (present, params)
+        ]
+        if names[0] != names[1]:
+            name = min(names[0] ^ names[1])
+            what = "missing" if name in names[0] else "none of this model's"
+            raise InvariantError(f"update_params: {name} is {what}")
         wanted = jax.tree.map(lambda x: (x.shape, x.dtype), present)
         given = jax.tree.map(lambda x: (x.shape, x.dtype), params)
         for (path, want), (_, got) in zip(

@@ -36,6 +36,7 @@ from jaxpaged.layers.sampling import (
     log_total,
     pick,
     pick_greedy,
+    row_status,
     score,
     tell_instead,
     token_logprobs,
@@ -124,9 +125,9 @@ def make_sample(
     """The second program, where greedy is not enough: a token a row, kept for the next step too.
 
     A row whose prompt is not complete gets a token too; the scheduler drops it. The result's second
-    part is `i32[seqs, 3]` (token id, bits of its logprob, finite or not), followed for the samplers
-    `full` and `scored` by `i32[logits, 2 + 2 * 20]` (bits of the target's logprob, its rank, the
-    likeliest ids, bits of their logprobs), all flat.
+    part is `i32[seqs, 3]` (token id, bits of its logprob, `FINITE` and `BANNED`), followed for the
+    samplers `full` and `scored` by `i32[logits, 2 + 2 * 20]` (bits of the target's logprob, its
+    rank, the likeliest ids, bits of their logprobs), all flat.
     """
     sampler = layout.bucket.sampler
 
@@ -137,7 +138,7 @@ def make_sample(
             rows = logits[jnp.minimum(fields["sample_rows"], len(logits) - 1)]
         tokens, edited, state = _sample(sampler, fields, rows, state, processors)
         last = state.last_token_ids.at[fields["sample_slots"]].set(tokens)
-        words = [_step_words(rows, tokens)]
+        words = [_step_words(rows, tokens, None if edited is rows else edited)]
         if sampler in ("full", "scored"):
             words.append(_top_words(_told(layout, fields, logits, edited, tokens, mode)))
         return replace(state, last_token_ids=last), jnp.concatenate(words)
@@ -297,11 +298,11 @@ def _bits(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _step_words(logits: Array, tokens: Array) -> Array:
+def _step_words(logits: Array, tokens: Array, edited: Array | None = None) -> Array:
     total = log_total(logits)
     logprobs = token_logprobs(logits, tokens, total)
-    is_finite = jnp.isfinite(total).astype(jnp.int32)
-    return jnp.stack([tokens, _bits(logprobs), is_finite], axis=1).reshape(-1)
+    status = row_status(total, edited, tokens)
+    return jnp.stack([tokens, _bits(logprobs), status], axis=1).reshape(-1)
 
 
 def _top_words(top: TopLogprobs) -> Array:

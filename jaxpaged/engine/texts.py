@@ -72,7 +72,17 @@ def render_chat(
     /,
     **options: Any,
 ) -> dict[str, Any]:
-    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`; see `render_literally`."""
+    """A conversation as `{"prompt": text, "prompt_token_ids": ids}`; see `render_literally`.
+
+    Raises:
+        RequestError: a message is no mapping, or the template refuses them.
+    """
+    for message in messages if isinstance(messages, Sequence) else (messages,):
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"a message is {type(message).__name__}: give mappings with role and content",
+                param="messages",
+            )
     text, ids = render_literally(template, tokenizer, messages, most, **options)
     return {"prompt": text, "prompt_token_ids": ids}
 

@@ -26,6 +26,7 @@ from pallas_kernels.sampling import (
 
 GREEDY_BELOW = 1e-5  # a temperature under this picks the largest logit
 TOP_LOGPROBS = 20
+FINITE, BANNED = 1, 2  # bits of a row's status
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +136,21 @@ def token_logprobs(
 ) -> Float[Array, " rows"]:
     """Natural log-probability of one token a row; `total` is `log_total` of the same logits."""
     return logit_of(logits, token_ids, split_axis()) - total
+
+
+def row_status(
+    total: Float[Array, " rows"],
+    edited: Float[Array, "rows vocab"] | None,
+    token_ids: Int32[Array, " rows"],
+) -> Int32[Array, " rows"]:
+    """`FINITE` where the model's logits are; `BANNED` where the token picked is -inf in `edited`, as
+    it is only where all of the row are.
+    """
+    status = jnp.isfinite(total).astype(jnp.int32) * FINITE
+    if edited is None:
+        return status
+    is_banned = logit_of(edited, token_ids, split_axis()) == -jnp.inf
+    return status | is_banned.astype(jnp.int32) * BANNED
 
 
 def score(logits: Float[Array, "rows vocab"], targets: Int32[Array, " rows"]) -> TopLogprobs:

@@ -7,6 +7,7 @@ import msgspec
 
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.engine.served import ServedEngine
+from jaxpaged.errors import RequestError
 from jaxpaged.openai.chunks import Envelope, Usage
 from jaxpaged.openai.completions import read_completion
 from jaxpaged.openai.job import Job
@@ -31,6 +32,8 @@ def generate_job(
     Raises:
         RequestError: what can never be served.
     """
+    if not body.token_ids:
+        raise RequestError("token_ids is empty: it needs at least one token", param="token_ids")
     whole = _as_completion(body)
     params = completion_params(whole, engine.default_sampling())
     check_logprobs(params, engine.model_settings.max_logprobs)

@@ -6,8 +6,8 @@ from jaxpaged.core.hashing import page_hashes
 from jaxpaged.core.logit_edits import row_edits
 from jaxpaged.core.params import MAX_BIASES, SamplingParams
 from jaxpaged.core.sequence import Sequence
-from jaxpaged.engine.inputs import InputProcessor
-from jaxpaged.errors import ConfigError
+from jaxpaged.engine.inputs import InputProcessor, as_list, params_for
+from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.text.tokenizer import ids_only_tokenizer, load_tokenizer
 from tests.support.models import VOCAB, byte_ids, byte_tokenizer, write_tokenizer
 
@@ -29,6 +29,25 @@ def test_fast_first_is_the_policy_sjf():
     assert config_from_keywords(scheduling_policy="fair").scheduler.policy == "fair"
     with pytest.raises(ConfigError, match=r"FAST_FIRST is the policy sjf.*is fair"):
         config_from_keywords(priority_mode="FAST_FIRST", scheduling_policy="fair")
+
+
+def test_a_keyword_with_no_choice_of_its_setting_is_refused_as_its_flag_is():
+    with pytest.raises(ConfigError, match="dtype is 'float8', allowed are auto, float32"):
+        config_from_keywords(dtype="float8")
+    with pytest.raises(ConfigError, match="reasoning_parser is 'x', allowed are deepseek_r1"):
+        config_from_keywords(reasoning_parser="x")
+
+
+def test_prompts_may_be_any_that_can_be_gone_through():
+    ids = np.array([1, 2])
+    assert as_list(ids) == [[1, 2]]
+    assert as_list([ids, "a"]) == [[1, 2], "a"]
+    assert as_list(name for name in ("a", "b")) == ["a", "b"]
+    for given in (None, 5, b"a"):
+        with pytest.raises(RequestError, match="prompts is"):
+            as_list(given)
+    with pytest.raises(RequestError, match="sampling_params is dict"):
+        params_for(["a"], {"temperature": 0}, SamplingParams)
 
 
 @pytest.mark.parametrize("word", ["ab", " ab", "abc", " abc"])

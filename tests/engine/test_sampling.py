@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged import LLM, SamplingParams
+from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
 from jaxpaged.errors import EngineStopped, InvariantError, RequestError
 from tests.support.engines import TinyEngine, poison_pages
 from tests.support.models import EOS, byte_ids
 
-ABC, D, E, F = "ABC", *byte_ids("DEF")
+ABC, D, E, F, X = "ABC", *byte_ids("DEFX")
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,41 @@ def test_a_row_whose_logits_break_fails_alone(parts_s):
     )
 
 
+EMPTIED = [  # what is asked, what comes before no token is left, what is at fault
+    ({"allowed_token_ids": [X], "bad_words": ["X"]}, "", "allowed_token_ids and bad_words"),
+    ({"allowed_token_ids": [X], "bad_words": ["XXX"]}, "XX", "allowed_token_ids and bad_words"),
+    ({"allowed_token_ids": [EOS], "min_tokens": 2}, "", "allowed_token_ids and min_tokens"),
+    (
+        {"structured_outputs": StructuredOutputsParams(regex="[AB]{3}"), "bad_words": ["A", "B"]},
+        "",
+        "structured_outputs and bad_words",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "more", [{"temperature": 0}, {"seed": 1}, {"temperature": 0, "logprobs": 1}]
+)
+@pytest.mark.parametrize(("asked", "before", "at_fault"), EMPTIED)
+def test_a_row_that_excludes_every_token_fails_alone(parts_s, asked, before, at_fault, more):
+    params = [SamplingParams(max_tokens=4, **asked, **more), SamplingParams(temperature=0)]
+    engine = TinyEngine(parts_s)
+    emptied, other = engine.generate([byte_ids("ABC"), byte_ids("MNO")], params)
+    answer = emptied.outputs[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("error", at_fault.split()[0])
+    assert emptied.error == f"{at_fault} leave no token to sample"
+    assert answer.text == before
+    assert other.outputs[0].text == "PQRSTUVWXYZ[\\]^_"
+
+
+def test_a_prompt_in_chunks_is_not_judged_by_what_it_would_sample_within(parts_s):
+    engine = TinyEngine(parts_s, token_budget=4)
+    asked = {"allowed_token_ids": [X], "bad_words": ["DX"], "max_tokens": 2}
+    params = SamplingParams(temperature=0, **asked)
+    (output,) = engine.generate([byte_ids("ABCDEFGH")], [params])
+    assert (output.outputs[0].text, output.error) == ("XX", None)
+
+
 def test_processors_attention_and_weights_can_be_replaced(model_folder):
     calls = []
 
@@ -197,6 +232,13 @@ def test_processors_attention_and_weights_can_be_replaced(model_folder):
             llm.update_params(
                 params | {"lm_head": {k: v[:4] for k, v in params["lm_head"].items()}}
             )
+        with pytest.raises(InvariantError, match=r"'table'.* is missing"):
+            llm.update_params({})
+        with pytest.raises(InvariantError, match=r"'other'.* is none of this model's"):
+            llm.update_params(params | {"other": params["lm_head"]})
+        for messages in ("ABC", [5], ["ABC"]):
+            with pytest.raises(RequestError, match="a message is"):
+                llm.chat(messages)
     with pytest.raises(EngineStopped, match="closed"):
         llm.generate(ABC)
 

@@ -182,6 +182,8 @@ async def test_the_official_client_sends_its_key_and_gets_typed_errors(start, cl
         ),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"name": "x", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [STOP]}, "tool_choice"),
         ({"tools": [STOP], "tool_choice": {"type": "tool"}}, "tool_choice.type"),
         ({"temperature": -1}, "temperature"),
@@ -191,6 +193,8 @@ async def test_the_official_client_sends_its_key_and_gets_typed_errors(start, cl
 async def test_what_cannot_be_answered_is_refused_by_name(server, more, param):
     reply = await server.post(ask() | more, PATH)
     assert (reply.status, reply.error["param"]) == (400, param)
+    assert "function." not in reply.error["message"]
+    assert not reply.error["message"].startswith("stop ")
 
 
 async def test_errors_have_anthropics_shape_also_under_a_prefix(start):

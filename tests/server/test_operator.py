@@ -135,8 +135,9 @@ async def test_token_ids_in_and_out(server, stream):
     ("body", "param"),
     [
         ({}, "token_ids"),
-        ({"token_ids": [512]}, "prompt"),
-        ({"token_ids": []}, "prompt"),
+        ({"token_ids": [512]}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1] * 3000}, "token_ids"),
         ({"token_ids": [1], "sampling_params": {"temperature": "x"}}, "temperature"),
         ({"token_ids": [1], "sampling_params": {"n": 0}}, "n"),
     ],

@@ -342,6 +342,7 @@ async def test_a_failed_response_says_so(server):
         ({"input": [{"type": "function_call", "name": "x", "arguments": "{"}]}, "input[0]"),
         ({"text": {"format": "json_object"}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [STOP | {"parameters": {"type": "array"}}]}, "tools[0].parameters"),
         ({"tool_choice": "sometimes", "tools": [STOP]}, "tool_choice"),
         ({"truncation": "auto"}, "truncation"),
         ({"background": True, "store": False}, "background"),

@@ -51,8 +51,8 @@ def naming_its_fields(chat: ChatRequest) -> Generator[None]:
     try:
         yield
     except RequestError as error:
-        param = client_field(chat, error.param)
-        error.name_field(_NAMES.get(param or "", param))
+        param = client_field(chat, error.param) or ""
+        error.name_field(_NAMES.get(param, param.replace(".function.", ".")) or None)
         raise
 
 
