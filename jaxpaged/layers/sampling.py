@@ -143,8 +143,8 @@ def row_status(
     edited: Float[Array, "rows vocab"] | None,
     token_ids: Int32[Array, " rows"],
 ) -> Int32[Array, " rows"]:
-    """`FINITE` where the model's logits are; `BANNED` where the token picked is -inf in `edited`, as
-    it is only where all of the row are.
+    """`FINITE` where the model's logits are; `BANNED` where the token picked is -inf in `edited`,
+    as it is only where all of the row are.
     """
     status = jnp.isfinite(total).astype(jnp.int32) * FINITE
     if edited is None:
