@@ -45,8 +45,8 @@ def workspace_bytes(
         return num_tokens * dtype.itemsize * max(attention, gate)
 
     # what the kernel does not take may need more than the largest step, which it takes
-    untaken = int(PRODUCT_ROWS / MAX_EMPTY_ROWS) - 1
-    others = [num for num in (*other_sizes, untaken) if num < tokens]
+    few = range(8, int(PRODUCT_ROWS / MAX_EMPTY_ROWS), 8)
+    others = [num for num in (*other_sizes, *few) if num < tokens]
     edited, plain = BY_KERNEL if searches_by_kernel else BY_SEARCH
     scored = min(MAX_SCORED_TOKENS, tokens)
     steps = [  # activations, logits, sampled rows, copies of a sampled row's logits

@@ -1,11 +1,12 @@
 """The batch job: every line answered once, in order, bad ones reported, nothing lost on resume."""
 
+import asyncio
 import io
 import json
 
 import pytest
 
-from jaxpaged.generate.job import run_lines
+from jaxpaged.generate.job import answered, run_lines
 from jaxpaged.generate.lines import BadLine, Line, read_lines
 from jaxpaged.generate.output import OutputFailed, OutputFile
 from tests.support.fake_engine import fake_llm
@@ -28,10 +29,10 @@ def engine(tmp_path):
     llm.close()
 
 
-async def run(engine, lines, path, *, resume=False, keep_order=True, max_inflight=3):
+async def run(engine, lines, path, *, resume=False, max_inflight=3):
     output = OutputFile(path, io.BytesIO(), resume=resume)
     summary = await run_lines(
-        engine, lines, output, max_inflight=max_inflight, keep_order=keep_order, show_progress=False
+        engine, lines, output, max_inflight=max_inflight, keep_order=True, show_progress=False
     )
     output.close()
     return summary, [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -98,10 +99,27 @@ async def test_a_job_cut_anywhere_and_resumed_gives_the_same_records(engine, tmp
     assert [(r["custom_id"], (r["error"] or {}).get("line")) for r in records] == keys
 
 
-async def test_without_order_the_first_to_finish_is_written_first(engine, tmp_path):
-    lines = [batch_line("long", max_tokens=1800), batch_line("short", max_tokens=1)]
-    _, records = await run(engine, lines, tmp_path / "out", keep_order=False)
-    assert [r["custom_id"] for r in records] == ["short", "long"]
+@pytest.mark.parametrize("keep_order", [False, True])
+async def test_without_order_the_first_to_finish_is_written_first(keep_order):
+    may_end = asyncio.Event()
+
+    async def two_lines():
+        for name in ("long", "short"):
+            yield Line(1, name, "/v1/completions", {})
+
+    async def answer(line):
+        if line.custom_id == "long":
+            await may_end.wait()
+        return {"custom_id": line.custom_id}
+
+    found = answered(two_lines(), answer, max_inflight=3, keep_order=keep_order)
+    waiting = asyncio.ensure_future(anext(found))
+    await asyncio.sleep(0.02)
+    assert waiting.done() is not keep_order
+    may_end.set()
+    names = [record["custom_id"] for record in await waiting]
+    names += [record["custom_id"] async for ready in found for record in ready]
+    assert names == (["long", "short"] if keep_order else ["short", "long"])
 
 
 def test_a_full_disk_leaves_whole_lines_and_names_the_file(tmp_path):
