@@ -301,7 +301,7 @@ def _bits(x: Array) -> Array:
 def _step_words(logits: Array, tokens: Array, edited: Array | None = None) -> Array:
     total = log_total(logits)
     logprobs = token_logprobs(logits, tokens, total)
-    status = row_status(total, edited, tokens)
+    status = row_status(total, edited)
     return jnp.stack([tokens, _bits(logprobs), status], axis=1).reshape(-1)
 
 

@@ -20,6 +20,7 @@ from pallas_kernels.sampling import (
     log_sum_exp,
     logit_of,
     logits_of,
+    max_over,
     rank_of,
     top_n_logprobs,
 )
@@ -139,17 +140,16 @@ def token_logprobs(
 
 
 def row_status(
-    total: Float[Array, " rows"],
-    edited: Float[Array, "rows vocab"] | None,
-    token_ids: Int32[Array, " rows"],
+    total: Float[Array, " rows"], edited: Float[Array, "rows vocab"] | None
 ) -> Int32[Array, " rows"]:
-    """`FINITE` where the model's logits are; `BANNED` where the token picked is -inf in `edited`,
-    as it is only where all of the row are.
+    """`FINITE` where the model's logits are; `BANNED` where all are -inf in `edited`.
+
+    To look at the picked token's alone would keep `edited` in memory until there is one.
     """
     status = jnp.isfinite(total).astype(jnp.int32) * FINITE
     if edited is None:
         return status
-    is_banned = logit_of(edited, token_ids, split_axis()) == -jnp.inf
+    is_banned = max_over(jnp.max(edited, axis=-1), split_axis()) == -jnp.inf
     return status | is_banned.astype(jnp.int32) * BANNED
 
 

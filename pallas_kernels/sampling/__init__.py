@@ -2,7 +2,13 @@
 
 from pallas_kernels.sampling.filtering import filter_logits
 from pallas_kernels.sampling.ranking import rank_of, top_n_logprobs
-from pallas_kernels.sampling.shards import best_token, log_sum_exp, logit_of, logits_of
+from pallas_kernels.sampling.shards import (
+    best_token,
+    log_sum_exp,
+    logit_of,
+    logits_of,
+    max_over,
+)
 
 __all__ = [
     "best_token",
@@ -10,6 +16,7 @@ __all__ = [
     "log_sum_exp",
     "logit_of",
     "logits_of",
+    "max_over",
     "rank_of",
     "top_n_logprobs",
 ]
