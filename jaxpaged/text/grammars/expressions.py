@@ -1,6 +1,6 @@
 """What a language is made of: a grammar is one expression and the rules that it calls by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_CODE_POINT = 0x10FFFF
@@ -127,20 +127,27 @@ def without_endless(grammar: Grammar) -> Grammar:
 
 def _ending(expression: Expression, rules: set[str]) -> Expression | None:
     """`expression` as far as it calls none but `rules`; None where nothing is left."""
+    return pruned(
+        expression, lambda leaf: leaf if not isinstance(leaf, Call) or leaf.rule in rules else None
+    )
+
+
+def pruned(
+    expression: Expression, keep: Callable[[Text | Chars | Call], Expression | None]
+) -> Expression | None:
+    """`expression` with what `keep` leaves of its leaves; None where no text is left."""
     match expression:
-        case Call(rule):
-            return expression if rule in rules else None
         case Unit(part):
-            found = _ending(part, rules)
+            found = pruned(part, keep)
             return Unit(found) if found else None
         case Repeat(part, least, most):
-            found = _ending(part, rules)
+            found = pruned(part, keep)
             return Repeat(found, least, most) if found else None if least else Text("")
         case Concat(parts):
-            every = [found for part in parts if (found := _ending(part, rules)) is not None]
+            every = [found for part in parts if (found := pruned(part, keep)) is not None]
             return Concat(tuple(every)) if len(every) == len(parts) else None
         case Choice(options):
-            some = [found for one in options if (found := _ending(one, rules)) is not None]
+            some = [found for one in options if (found := pruned(one, keep)) is not None]
             return choice(some) if some else None
-        case _:
-            return expression
+        case leaf:
+            return keep(leaf)

@@ -17,6 +17,7 @@ from jaxpaged.text.grammars.expressions import (
     choice,
     one_of,
     optional,
+    pruned,
     seq,
 )
 from jaxpaged.text.grammars.numbers import NUMBER
@@ -181,23 +182,18 @@ def white_space(pattern: Expression) -> Expression | None:
 
     `\\s` matches form feeds too, which JSON refuses.
     """
-    match pattern:
+    return pruned(pattern, _white)
+
+
+def _white(leaf: Text | Chars | Call) -> Expression | None:
+    match leaf:
         case Text(value):
-            return pattern if not value.strip(_WHITE) else None
+            return leaf if not value.strip(_WHITE) else None
         case Chars(ranges):
             kept = one_of("".join(c for c in _WHITE if any(a <= ord(c) <= b for a, b in ranges)))
             return kept if kept.ranges else None
-        case Concat(parts):
-            every = [white_space(part) for part in parts]
-            return None if None in every else Concat(tuple(part for part in every if part))
-        case Choice(options):
-            some = [found for option in options if (found := white_space(option)) is not None]
-            return choice(some) if some else None
-        case Repeat(part, least, most):
-            found = white_space(part)
-            return Repeat(found, least, most) if found else None if least else Text("")
-        case Call() | Unit():
-            raise AssertionError("a pattern calls no rules and holds no values")
+        case Call():
+            raise AssertionError("a pattern calls no rules")
 
 
 def bounded_space() -> Expression:
