@@ -1,12 +1,12 @@
 """From Anthropic's request to a chat request, so that both are checked and served alike."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jaxpaged.anthropic.schema import CountRequest, MessagesRequest, ToolChoice
 from jaxpaged.errors import RequestError, UnsupportedParameter
-from jaxpaged.openai.chat import client_field
+from jaxpaged.openai.chat import naming_fields
 from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.prompts import as_list, as_object
 from jaxpaged.openai.schema import ChatRequest
@@ -17,16 +17,13 @@ _NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens",
           "thinking_token_budget": "thinking.budget_tokens"}  # fmt: skip
 
 
-@contextmanager
-def naming_its_fields(chat: ChatRequest) -> Generator[None]:
-    """A refusal of the chat request names the field that it was made of."""
-    try:
-        yield
-    except RequestError as error:
-        param = client_field(chat, error.param) or ""
-        own = param.replace(".function.parameters", ".input_schema").replace(".function.", ".")
-        error.name_field(_NAMES.get(param, own) or None)
-        raise
+def _own_name(param: str) -> str:
+    """The request's field for one of the chat request that is made of it."""
+    inside = param.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+    return _NAMES.get(param, inside)
+
+
+naming_its_fields = partial(naming_fields, own_name=_own_name)
 
 
 def chat_request(body: CountRequest) -> ChatRequest:

@@ -1,6 +1,7 @@
 """/v1/chat/completions: a body to a job, and how its answers are written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +122,20 @@ def client_field(body: ChatRequest, param: str | None) -> str | None:
     if param == "max_tokens" and body.max_completion_tokens is not None:
         return "max_completion_tokens"
     return "messages" if param == "prompt" else param
+
+
+@contextmanager
+def naming_fields(body: ChatRequest, own_name: Callable[[str], str]) -> Generator[None]:
+    """A refusal of a chat request that was made of another one names that one's field.
+
+    `own_name` tells the other request's name of the chat request's field.
+    """
+    try:
+        yield
+    except RequestError as error:
+        param = client_field(body, error.param)
+        error.name_field(own_name(param) if param else None)
+        raise
 
 
 class ChatForm:

@@ -1,12 +1,12 @@
 """From a request of /v1/responses to a chat request, so that both are checked and served alike."""
 
 import uuid
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jaxpaged.errors import RequestError, UnsupportedParameter
-from jaxpaged.openai.chat import client_field
+from jaxpaged.openai.chat import naming_fields
 from jaxpaged.openai.prompts import as_list, as_object, parsed_arguments
 from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import ChatRequest
@@ -45,15 +45,12 @@ def chat_request(body: ResponsesRequest, history: Sequence[Item]) -> ChatRequest
     )
 
 
-@contextmanager
-def naming_its_fields(chat: ChatRequest) -> Generator[None]:
-    """A refusal of the chat request names the field that it was made of."""
-    try:
-        yield
-    except RequestError as error:
-        param = client_field(chat, error.param) or ""
-        error.name_field(_NAMES.get(param, param.replace(".function.", ".")) or None)
-        raise
+def _own_name(param: str) -> str:
+    """The request's field for one of the chat request that is made of it."""
+    return _NAMES.get(param, param.replace(".function.", "."))
+
+
+naming_its_fields = partial(naming_fields, own_name=_own_name)
 
 
 def input_items(given: Any) -> list[Item]:
