@@ -41,22 +41,26 @@ GATED_SHAPES = (
     *((ffn, "gelu_tanh", "bfloat16") for ffn in (4864, 14336, 6912, 8)),
     *((ffn, "silu", "float16") for ffn in (4864, 14336, 8)),
 )
-# kv_heads, group, head_dim, page_size, num_pages, has_norms, dtype
+# kv_heads, group, head_dim, page_size, num_pages, has_norms, has_bias, dtype
 ROPE_SHAPES = (
-    (8, 4, 128, 16, 3000, False, "bfloat16"),
-    (4, 7, 128, 16, 3000, False, "bfloat16"),
-    (2, 7, 64, 32, 600, False, "bfloat16"),
-    (40, 1, 128, 16, 600, False, "bfloat16"),
-    (1, 4, 256, 16, 600, True, "bfloat16"),
-    (8, 4, 128, 64, 600, True, "bfloat16"),
-    (2, 3, 96, 128, 600, False, "bfloat16"),
-    (8, 1, 128, 16, 140_000, False, "bfloat16"),  # more than 2^31 values
-    (1, 16, 64, 16, 600, False, "bfloat16"),
-    (8, 2, 96, 64, 600, False, "bfloat16"),
-    (8, 4, 128, 16, 600, False, "float16"),
-    (1, 4, 256, 16, 600, True, "float16"),
-    (2, 7, 64, 32, 600, False, "float16"),
-    (2, 3, 96, 128, 600, False, "float16"),
+    (8, 4, 128, 16, 3000, False, False, "bfloat16"),
+    (4, 7, 128, 16, 3000, False, False, "bfloat16"),
+    (4, 7, 128, 16, 3000, False, True, "bfloat16"),
+    (2, 7, 64, 32, 600, False, False, "bfloat16"),
+    (2, 7, 64, 32, 600, False, True, "bfloat16"),
+    (40, 1, 128, 16, 600, False, False, "bfloat16"),
+    (1, 4, 256, 16, 600, True, False, "bfloat16"),
+    (8, 4, 128, 64, 600, True, False, "bfloat16"),
+    (8, 4, 128, 64, 600, True, True, "bfloat16"),
+    (2, 3, 96, 128, 600, False, False, "bfloat16"),
+    (8, 1, 128, 16, 140_000, False, False, "bfloat16"),  # more than 2^31 values
+    (1, 16, 64, 16, 600, False, False, "bfloat16"),
+    (8, 2, 96, 64, 600, False, False, "bfloat16"),
+    (8, 4, 128, 16, 600, False, False, "float16"),
+    (1, 4, 256, 16, 600, True, False, "float16"),
+    (2, 7, 64, 32, 600, False, False, "float16"),
+    (2, 7, 64, 32, 600, False, True, "float16"),
+    (2, 3, 96, 128, 600, False, False, "float16"),
 )
 
 
@@ -144,8 +148,8 @@ _gated = functools.partial(_gated_by, activation="silu")
 _gated_reference = functools.partial(_gated_reference_by, activation="silu")
 _rope_by = jax.jit(rotate_and_write_kernel, static_argnames="eps", donate_argnums=(3, 4))
 _rope_reference_by = jax.jit(rotate_and_write_reference, static_argnames="eps")
-_rope = functools.partial(_rope_by, norms=None, eps=EPS)
-_rope_reference = functools.partial(_rope_reference_by, norms=None, eps=EPS)
+_rope = functools.partial(_rope_by, norms=None, eps=EPS, bias=None)
+_rope_reference = functools.partial(_rope_reference_by, norms=None, eps=EPS, bias=None)
 
 
 def _normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Array:
@@ -206,7 +210,7 @@ def _gated_error(seed: int, ffn: int, activation: str, dtype: Any) -> float:
 
 
 def _rope_error(seed: int, *shape: Any) -> float:
-    kv_heads, group, head_dim, page_size, num_pages, has_norms, dtype = shape
+    kv_heads, group, head_dim, page_size, num_pages, has_norms, has_bias, dtype = shape
     rng, tokens = np.random.default_rng(seed), 1 if seed % 4 == 0 else 61
     places = num_pages * page_size
     slots = page_size + rng.permutation(places - page_size - 1)[:tokens]
@@ -219,8 +223,9 @@ def _rope_error(seed: int, *shape: Any) -> float:
     qkv = jnp.where(padding[:, None, None, None], jnp.nan, qkv)
     factors = [_normal(seed + i, head_dim, dtype=jnp.float32) for i in (5, 6)]
     options: dict[str, Any] = {"norms": tuple(factors) if has_norms else None, "eps": EPS}
+    bias = _normal(seed + 7, kv_heads, group + 2, head_dim, dtype=dtype) if has_bias else None
     pools = [jnp.full((num_pages, kv_heads, page_size, head_dim), jnp.nan, dtype) for _ in "kv"]
-    q, *pools = _rope_by(qkv, cos, sin, *pools, jnp.asarray(slots, jnp.int32), **options)
+    q, *pools = _rope_by(qkv, cos, sin, *pools, jnp.asarray(slots, jnp.int32), **options, bias=bias)
     one_page = jnp.zeros((tokens, kv_heads, 1, head_dim), jnp.float32)  # a page of one a token
     wanted_q, *wanted = _rope_reference_by(
         qkv.astype(jnp.float32),
@@ -230,6 +235,7 @@ def _rope_error(seed: int, *shape: Any) -> float:
         one_page,
         jnp.arange(tokens, dtype=jnp.int32),
         **options,
+        bias=None if bias is None else bias.astype(jnp.float32),
     )
     written = np.flatnonzero(~padding)
     page, offset = slots[written] // page_size, slots[written] % page_size

@@ -22,6 +22,7 @@ def rotate_and_write(
     *,
     norms: HeadNorms | None,
     eps: float,
+    bias: Float[Array, "kv_heads blocks head_dim"] | None = None,
 ) -> tuple[
     Float[Array, "tokens heads head_dim"],
     Float[Array, "pages kv_heads page_size head_dim"],
@@ -39,6 +40,8 @@ def rotate_and_write(
         slot_mapping: not negative.
         norms: for models that norm each head before it is turned, the factors for q and for k.
         eps: of those norms; not read without them.
+        bias: of each block, in qkv's type; added to queries, keys and values before all else, and
+            the sums of queries and keys are not rounded before they are turned.
 
     Returns:
         (q, k_pages, v_pages) with q turned, not scaled, in the type of the pages. The arithmetic
@@ -50,7 +53,7 @@ def rotate_and_write(
     Cost: reads qkv once and writes as much; O(tokens), whatever the size of the pool.
     Source: Su et al. 2021 (arXiv 2104.09864).
     """
-    _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms)
+    _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, bias)
     arguments = (qkv, cos, sin, k_pages, v_pages, slot_mapping)
     if jax.default_backend() == "gpu":
         # the kernels need Mosaic GPU, which not every jaxlib carries
@@ -61,11 +64,11 @@ def rotate_and_write(
 
             head_dim, has_norms = qkv.shape[-1], norms is not None
             if qkv.dtype == k_pages.dtype and kernel.supports(head_dim, has_norms, qkv.dtype):
-                return kernel.rotate_and_write_kernel(*arguments, norms=norms, eps=eps)
-    return rotate_and_write_reference(*arguments, norms=norms, eps=eps)
+                return kernel.rotate_and_write_kernel(*arguments, norms=norms, eps=eps, bias=bias)
+    return rotate_and_write_reference(*arguments, norms=norms, eps=eps, bias=bias)
 
 
-def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms) -> None:
+def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, bias) -> None:
     pages = ("pages", "kv_heads", "page_size", "head_dim")
     expected = {
         "qkv": (qkv, ("tokens", "kv_heads", "blocks", "head_dim")),
@@ -79,6 +82,8 @@ def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms) -> None:
     if norms is not None:
         wide |= {"norms[0]": norms[0], "norms[1]": norms[1]}
         expected |= {name: (wide[name], ("head_dim",)) for name in ("norms[0]", "norms[1]")}
+    if bias is not None:
+        expected["bias"] = bias, ("kv_heads", "blocks", "head_dim")
     sizes = checks.check_shapes(_OP, expected)
     if sizes["blocks"] < 3 or sizes["head_dim"] != 2 * sizes["half"]:
         raise checks.KernelArgumentError(
@@ -89,5 +94,7 @@ def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms) -> None:
     checks.check_dtype(_OP, "k_pages", k_pages, checks.KV_TYPES)
     checks.check_dtype(_OP, "v_pages", v_pages, (k_pages.dtype,))
     checks.check_dtype(_OP, "slot_mapping", slot_mapping, (jnp.int32,))
+    if bias is not None:
+        checks.check_dtype(_OP, "bias", bias, (qkv.dtype,))
     for name, array in wide.items():
         checks.check_dtype(_OP, name, array, (jnp.float32,))

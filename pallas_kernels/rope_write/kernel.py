@@ -50,6 +50,7 @@ class _Static:
     page_size: int
     num_pages: int
     eps: float
+    has_bias: bool
 
     @property
     def lanes(self) -> int:
@@ -126,6 +127,20 @@ def _load(static: _Static, qkv: Any, cos: Any, sin: Any, program: jax.Array) -> 
         ]
 
     return load(qkv, cos, sin, program)
+
+
+def _load_bias(static: _Static, bias: Any, program: jax.Array) -> list[jax.Array]:
+    """The bias of first and second half of this thread's pairs, in qkv's type."""
+
+    @_inline(arg_types=(plgpu.RefType(), SCALAR), return_type=[_values(bias.dtype)] * 2)
+    def load(_, bias, program):
+        place = _place(static, program.registers.item())
+        kind = ir.VectorType.get((VECTOR,), bias.type.element_type)
+        row = arith.addi(arith.muli(place.kv_head, _number(static.group + 2)), place.block)
+        columns = place.first, place.second
+        return [_array(vector.load(kind, bias, [_index(row), column])) for column in columns]
+
+    return load(bias, program)
 
 
 def _load_factors(
@@ -208,9 +223,14 @@ def _store(
 
 def _rotate_and_write(static: _Static, refs: tuple[Any, ...]) -> None:
     qkv, cos, sin, slots, k_pages, v_pages, *factors, q = refs
+    bias = factors.pop(0) if static.has_bias else None
     program = lax.axis_index("program")
     first, second, cosine, sine = _load(static, qkv, cos, sin, program)
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
+    if bias is not None:
+        first_bias, second_bias = _load_bias(static, bias, program)
+        a, b = a + first_bias.astype(jnp.float32), b + second_bias.astype(jnp.float32)
+        first, second = a.astype(first.dtype), b.astype(second.dtype)
     if factors:
         q_factor, k_factor = factors
         first_factor, second_factor = _load_factors(static, q_factor, k_factor, program)
@@ -231,6 +251,7 @@ def rotate_and_write_kernel(
     *,
     norms: HeadNorms | None,
     eps: float,
+    bias: Float[Array, "kv_heads blocks head_dim"] | None,
 ) -> tuple[
     Float[Array, "tokens heads head_dim"],
     Float[Array, "pages kv_heads page_size head_dim"],
@@ -239,7 +260,9 @@ def rotate_and_write_kernel(
     """The op's contract for what `supports` allows; a normed head is not rounded before turning."""
     tokens, kv_heads, blocks, head_dim = qkv.shape
     num_pages, _, page_size, _ = k_pages.shape
-    static = _Static(tokens, kv_heads, blocks - 2, head_dim, page_size, num_pages, eps)
+    static = _Static(
+        tokens, kv_heads, blocks - 2, head_dim, page_size, num_pages, eps, bias is not None
+    )
     heads = kv_heads * static.group
 
     @functools.wraps(_rotate_and_write)
@@ -261,6 +284,7 @@ def rotate_and_write_kernel(
         slot_mapping,
         k_ref,
         v_ref,
+        *(() if bias is None else (bias.reshape(-1, head_dim),)),
         *(() if norms is None else norms),
     )
     return q.reshape(tokens, heads, head_dim), k_ref[...], v_ref[...]

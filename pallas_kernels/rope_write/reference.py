@@ -32,6 +32,7 @@ def rotate_and_write_reference(
     *,
     norms: HeadNorms | None,
     eps: float,
+    bias: Float[Array, "kv_heads blocks head_dim"] | None,
 ) -> tuple[
     Float[Array, "tokens heads head_dim"],
     Float[Array, "pages kv_heads page_size head_dim"],
@@ -39,6 +40,8 @@ def rotate_and_write_reference(
 ]:
     """The definition of `rotate_and_write`."""
     tokens, _, blocks, head_dim = qkv.shape
+    if bias is not None:
+        qkv = qkv.astype(jnp.float32) + bias[None].astype(jnp.float32)
     q = qkv[:, :, : blocks - 2].reshape(tokens, -1, head_dim)
     k, v = qkv[:, :, blocks - 2], qkv[:, :, blocks - 1]
     if norms is not None:

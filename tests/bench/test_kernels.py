@@ -61,7 +61,7 @@ def test_small_ops_that_are_right_pass_their_checks(monkeypatch):
     monkeypatch.setattr(small_ops, "_rope_by", small_ops._rope_reference_by)
     monkeypatch.setattr(small_ops, "NORM_SHAPES", small_ops.NORM_SHAPES[:1])
     monkeypatch.setattr(small_ops, "GATED_SHAPES", small_ops.GATED_SHAPES[6:7])
-    monkeypatch.setattr(small_ops, "ROPE_SHAPES", ((2, 3, 64, 16, 20, True, "bfloat16"),))
+    monkeypatch.setattr(small_ops, "ROPE_SHAPES", ((2, 3, 64, 16, 20, True, True, "bfloat16"),))
     for op in small_ops.OPS:
         (line,) = small_ops.check(op, 3)
         assert line["passed"], line
@@ -83,7 +83,7 @@ def test_an_op_that_writes_one_slot_too_many_fails_its_check(monkeypatch):
         return small_ops._rope_reference_by(qkv, cos, sin, *pools, slots, **options)
 
     monkeypatch.setattr(small_ops, "_rope_by", careless)
-    monkeypatch.setattr(small_ops, "ROPE_SHAPES", ((2, 3, 64, 16, 20, False, "bfloat16"),))
+    monkeypatch.setattr(small_ops, "ROPE_SHAPES", ((2, 3, 64, 16, 20, False, False, "bfloat16"),))
     assert not next(small_ops.check("rope", 1))["passed"]
 
 

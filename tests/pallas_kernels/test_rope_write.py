@@ -70,18 +70,58 @@ def test_head_norms_come_before_the_turn_and_spare_the_values():
     np.testing.assert_array_equal(v_pages[[1, 5], :, [1, 2]], arguments[0][:, :, GROUP + 1])
 
 
+def biased(arguments, dtype=jnp.float32):
+    """A bias for `arguments`, and qkv with it in float64."""
+    shape = arguments[0].shape[1:]
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal(shape) * 3, dtype)
+    return bias, np.asarray(arguments[0], np.float64) + np.asarray(bias, np.float64)
+
+
+def test_a_bias_is_added_to_queries_keys_and_values_and_the_sum_is_not_rounded():
+    arguments = case([5, 22])
+    arguments[0] = arguments[0].astype(jnp.bfloat16)
+    bias, total = biased(arguments, jnp.bfloat16)
+    q, k_pages, v_pages = plain(*arguments, bias=bias)  # the pages are float32
+    wanted = turned(total, *arguments[1:3])
+    np.testing.assert_allclose(q, wanted[:, :, :GROUP].reshape(2, -1, HEAD_DIM), atol=2e-6)
+    np.testing.assert_allclose(k_pages[[1, 5], :, [1, 2]], wanted[:, :, GROUP], atol=2e-6)
+    np.testing.assert_allclose(v_pages[[1, 5], :, [1, 2]], total[:, :, GROUP + 1], rtol=1e-6)
+
+
+def test_a_biased_value_is_rounded_once_to_the_type_of_the_pages():
+    arguments = case([5, 22], jnp.bfloat16)
+    bias, total = biased(arguments, jnp.bfloat16)
+    _, _, v_pages = plain(*arguments, bias=bias)
+    wanted = jnp.asarray(total[:, :, GROUP + 1], jnp.float32).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(v_pages[jnp.array([1, 5]), :, jnp.array([1, 2])], wanted)
+
+
+def test_a_bias_comes_before_the_head_norms():
+    arguments = case([5, 22])
+    bias, total = biased(arguments)
+    factors = jnp.linspace(0.5, 2.0, HEAD_DIM), jnp.linspace(-1.0, 1.0, HEAD_DIM)
+    got = op(*arguments, norms=factors, bias=bias)
+    arguments[0] = jnp.asarray(total, jnp.float32)
+    for ours, theirs in zip(got, op(*arguments, norms=factors), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
 def test_results_have_the_type_of_the_pages():
     arguments = case([5])
     arguments[3:5] = (pages.astype(jnp.float16) for pages in arguments[3:5])
     assert {x.dtype.name for x in plain(*arguments)} == {"float16"}
 
 
-def lowered(kv_heads, group, head_dim, *, tokens=3, normed=False, dtype=jnp.bfloat16):
+def lowered(
+    kv_heads, group, head_dim, *, tokens=3, normed=False, has_bias=False, dtype=jnp.bfloat16
+):
     pool = struct(1000, kv_heads, 16, head_dim, dtype=dtype)
     table = struct(tokens, head_dim // 2, dtype="f4")
     factors = [struct(head_dim, dtype="f4")] * (2 * normed)
+    bias = struct(kv_heads, group + 2, head_dim, dtype=dtype) if has_bias else None
     return lower_for_hopper(
-        lambda *args: op(*args[:6], norms=args[6:] or None),
+        lambda bias, *args: op(*args[:6], norms=args[6:] or None, bias=bias),
+        bias,
         struct(tokens, kv_heads, group + 2, head_dim, dtype=dtype),
         table,
         table,
@@ -89,25 +129,31 @@ def lowered(kv_heads, group, head_dim, *, tokens=3, normed=False, dtype=jnp.bflo
         pool,
         struct(tokens, dtype="i4"),
         *factors,
-        donate=(3, 4),
+        donate=(4, 5),
     )
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "normed"),
+    ("kv_heads", "group", "head_dim", "options"),
     [
-        (8, 4, 128, False),
-        (2, 7, 64, False),
-        (1, 1, 96, False),
-        (1, 4, 256, True),
-        (8, 4, 128, True),
+        (8, 4, 128, {}),
+        (2, 7, 64, {}),
+        (2, 7, 64, {"has_bias": True}),
+        (4, 7, 128, {"has_bias": True}),
+        (1, 1, 96, {}),
+        (1, 4, 256, {"normed": True}),
+        (8, 4, 128, {"normed": True}),
+        (8, 4, 128, {"normed": True, "has_bias": True}),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 61])
-def test_on_hopper_it_is_one_kernel_that_writes_in_place(kv_heads, group, head_dim, normed, tokens):
+def test_on_hopper_it_is_one_kernel_that_writes_in_place(
+    kv_heads, group, head_dim, options, tokens
+):
     dtype = jnp.float16 if tokens == 1 else jnp.bfloat16
-    text = lowered(kv_heads, group, head_dim, tokens=tokens, normed=normed, dtype=dtype)
+    text = lowered(kv_heads, group, head_dim, tokens=tokens, dtype=dtype, **options)
     assert text.count(KERNEL) == 1
+    assert "stablehlo.add" not in text  # of a bias
     (call,) = (line for line in text.splitlines() if KERNEL in line)
     assert call.count("output_operand_alias<") == 2
 
@@ -136,3 +182,12 @@ def test_norm_factors_of_another_type_are_refused():
     factors = jnp.ones(HEAD_DIM, jnp.bfloat16), jnp.ones(HEAD_DIM)
     with pytest.raises(KernelArgumentError, match=r"norms\[0\] is bfloat16, allowed: float32"):
         op(*case([5]), norms=factors)
+
+
+def test_a_bias_of_another_shape_or_type_is_refused():
+    arguments = case([5])
+    bias, _ = biased(arguments)
+    with pytest.raises(KernelArgumentError, match=r"bias has shape .* with kv_heads = 2"):
+        plain(*arguments, bias=bias[:1])
+    with pytest.raises(KernelArgumentError, match="bias is float16, allowed: float32"):
+        plain(*arguments, bias=bias.astype(jnp.float16))
