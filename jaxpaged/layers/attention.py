@@ -96,14 +96,21 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
     ) -> tuple[Float[Array, "tokens embed"], KVPages]:
-        qkv = linear(x, self.qkv, self.qkv_bias)
+        qkv = linear(x, self.qkv, None)
         qkv = qkv.reshape(x.shape[0], -1, self.group + 2, self.head_dim)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.scale[...], self.k_norm.scale[...]
         # KV is written before anyone attends, because a chunk's tokens see each other
         q, k_pages, v_pages = rotate_and_write(
-            qkv, *angles, pages.k, pages.v, batch.slot_mapping, norms=norms, eps=self.norm_eps
+            qkv,
+            *angles,
+            pages.k,
+            pages.v,
+            batch.slot_mapping,
+            norms=norms,
+            eps=self.norm_eps,
+            bias=None if self.qkv_bias is None else self.qkv_bias[...],
         )
         pages = KVPages(k_pages, v_pages)
         if self.sinks is None:

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from tests.support.cuda_target import H200, KERNEL, hopper_target, lower_for_hop
 from tests.support.decoding import one_row_batch
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("with_norms", [False, True])
-def test_between_its_products_a_layer_is_four_kernels_and_attention(with_norms):
+def test_between_its_products_a_layer_is_four_kernels_and_attention(with_norms, has_bias):
     config = replace(TINY, embed=256, heads=4, kv_heads=2, head_dim=64, ffn=512)
-    config = replace(config, qk_norm=with_norms, post_norms=with_norms)
+    config = replace(config, qk_norm=with_norms, post_norms=with_norms, qkv_bias=has_bias)
 
     def attend(q, pages, batch, *, spec):
         return q
@@ -35,6 +37,7 @@ def test_between_its_products_a_layer_is_four_kernels_and_attention(with_norms):
     )
     # add and norm twice, rotate and write, gate; every layer runs the same lowered function
     assert text.count(KERNEL) == 4 + 1  # and the last norm
+    assert not re.search(r"stablehlo.add.*bf16", text)  # of a bias
 
 
 def test_eight_gpus_run_the_same_kernels_each_on_its_heads():
