@@ -15,7 +15,7 @@ from jaxpaged.bench.roofline import CEILINGS, StepCost, floor_seconds, step_cost
 from jaxpaged.bench.targets import WORKLOAD_UNITS, Target, workload_target
 from jaxpaged.bench.workloads import WORKLOADS, WorkItem, build, digest
 from jaxpaged.config.flags import add_engine_flags, config_from_args
-from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.request import Request
 from jaxpaged.engine.factory import build_engine
@@ -124,7 +124,11 @@ def run_once(
     lengths: dict[str, int] = {}
     for item in items:
         params = SamplingParams(
-            temperature=0.0, max_tokens=item.output_len, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=item.output_len,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=OutputKind.FINAL_ONLY,  # as `LLM.generate` asks
         )
         request = inputs.request(item.prompt, params)
         jobs.append((None, request))
