@@ -64,16 +64,18 @@ class InstantDevice:
 
 def make_llm(rows: int, tokenizer: Tokenizer, vocab: int) -> LLM:
     pool = PagePool(1 + rows * MAX_LEN // PAGE_SIZE, PAGE_SIZE)
+    ladder = default_ladder("gpu", rows, 8192)
     limits = SchedulerLimits(
         max_num_seqs=rows,
         max_num_batched_tokens=8192,
         max_model_len=MAX_LEN,
+        step_sizes=ladder.step_sizes(),
     )
     engine = Engine(
         InstantDevice(),
         Scheduler(limits, pool, PrefixCache(pool)),
         BatchBuilder(MAX_LEN // PAGE_SIZE, PAGE_SIZE, rows, vocab, {}),
-        default_ladder("gpu", rows, 8192),
+        ladder,
         tokenizer,
         EngineMetrics("host", MAX_LEN),
         max_in_flight=2,

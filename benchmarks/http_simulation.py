@@ -74,15 +74,16 @@ class HttpSimulation:
     ):
         self._costs, self._rng, self._concurrency = costs, random.Random(seed), concurrency
         self._items, self._rate = build(WORKLOADS[workload], VOCAB), rate
+        self.ladder = default_ladder("gpu", ROWS, budget)
         limits = SchedulerLimits(
             max_num_seqs=ROWS,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             enable_prefix_caching=False,
+            step_sizes=self.ladder.step_sizes(),
         )
         pool = PagePool(PAGES, 16)
         self.scheduler = Scheduler(limits, pool, PrefixCache(pool))
-        self.ladder = default_ladder("gpu", ROWS, budget)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._sent: dict[int, float] = {}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.local_pages import LocalPages, most_of_decode
 from jaxpaged.core.page_pool import PagePool
-from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.core.policies import PolicyName
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -175,6 +175,7 @@ def random_workload(seed: int) -> int:
         scheduling_policy=rng.choice(POLICIES),
         preemption_mode=rng.choice(["auto", "recompute", "swap"]),
         num_host_pages=rng.choice([0, 0, 8, 24, 64]),
+        step_sizes=rng.choice([(), (2, 8, 24), (3, 5, 6, 11, 64)]),
     )
     fewest = longest // page_size + 2
     pool = PagePool(rng.randint(fewest, 3 * fewest), page_size)
@@ -214,6 +215,7 @@ def _random_request(rng: random.Random, step: int, number: int, longest: int) ->
         presence_penalty=rng.choice([0.0, 0.5]),
         prompt_logprobs=rng.choice([None, None, 1]),
         ignore_eos=rng.random() < 0.5,
+        output_kind=rng.choice([OutputKind.DELTA, OutputKind.FINAL_ONLY, OutputKind.FINAL_ONLY]),
     )
     return make_request(
         step * 1000 + number,

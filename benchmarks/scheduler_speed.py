@@ -66,6 +66,7 @@ def full_scheduler(
         max_num_batched_tokens=budget,
         max_model_len=MAX_LEN,
         speculation=speculation,
+        step_sizes=default_ladder("gpu", num_seqs, budget).step_sizes(),
     )
     scheduler = Scheduler(limits, pool, PrefixCache(pool))
     for seq_id in range(num_seqs):

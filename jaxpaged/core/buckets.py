@@ -120,6 +120,11 @@ class BucketLadder:
         """Every bucket that `choose` may name, for compiling them before the first request."""
         return self._buckets
 
+    def step_sizes(self) -> tuple[int, ...]:
+        """Tokens of mixed steps, ascending; not of those that score a prompt."""
+        mixed = [bucket for bucket in self._buckets if bucket.kind == "mixed"]
+        return tuple(sorted({one.num_tokens for one in mixed if one.sampler != "scored"}))
+
     def chained_buckets(self) -> tuple[Bucket, ...]:
         """Those of which one program may take several steps."""
         return self._chained

@@ -11,7 +11,7 @@ from jaxpaged.errors import ConfigError, InvariantError
 
 type PreemptionMode = Literal["auto", "recompute", "swap"]
 _NOT_COUNTS = (
-    *("scheduling_policy", "speculation", "preemption_mode"),
+    *("scheduling_policy", "speculation", "preemption_mode", "step_sizes"),
     *("swap_gain", "draft_cost", "single_cost"),
 )
 
@@ -37,6 +37,7 @@ class SchedulerLimits:
     )
     preemption_mode: PreemptionMode = "recompute"  # auto: swap where that is estimated cheaper
     num_host_pages: int = 0  # for swapped sequences
+    step_sizes: tuple[int, ...] = ()  # tokens of mixed steps, ascending; none: no chunk is cut
     swap_gain: float = 1.0  # time to compute a token over the time to move one out and back in
 
     def __post_init__(self):
@@ -50,6 +51,8 @@ class SchedulerLimits:
             least = 0 if may_be_0 else 1
             if getattr(self, f.name) < least:
                 raise ConfigError(f"{f.name} is {getattr(self, f.name)}, must be {least} or more")
+        if list(self.step_sizes) != sorted(self.step_sizes):
+            raise ConfigError(f"step_sizes is {self.step_sizes}, must ascend")
 
     @property
     def reserves(self) -> bool:

@@ -166,6 +166,7 @@ class PlanDraft:
     local_copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     has_preempted: bool = False
     left_out_scored: bool = False
+    is_scored: bool = False  # a row wants prompt logprobs
 
     def choose_q_len(self, seq: Sequence, start: int) -> int:
         """Tokens to compute of a sequence from `start` on, 0 or less for none in this step."""
@@ -180,7 +181,7 @@ class PlanDraft:
             if self.num_tokens >= cap:
                 self.left_out_scored = True
                 return 0
-            self.cap = self.plain_cap = cap
+            self.cap, self.plain_cap, self.is_scored = cap, cap, True
         room = self.plain_cap - self.num_tokens
         if pending == 1:
             return 1 if room > 0 else 0

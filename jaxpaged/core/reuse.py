@@ -121,6 +121,11 @@ class PageReuse:
             q_len = self._num_fitting(seq, hit, draft, claimed)
         return hit, q_len
 
+    def fits_unshared(self, seq: Sequence, claimed: Claimed) -> bool:
+        """Whether a waiting sequence certainly finds pages; no prefix is looked up."""
+        pages = self._pool.pages_for(self._limits.num_reserved_tokens(seq))
+        return self._local is None and pages + claimed[0] <= self._pool.num_free
+
     def _num_fitting(self, seq: Sequence, hit: Hit, draft: PlanDraft, claimed: Claimed) -> int:
         q_len = draft.choose_q_len(seq, hit.num_tokens)
         fits = q_len > 0 and self._fits(seq, hit, hit.num_tokens + q_len, claimed)

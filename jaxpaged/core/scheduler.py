@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from jaxpaged.core.background import make_layers
+from jaxpaged.core.filling import StepFilling
 from jaxpaged.core.limits import SchedulerLimits, StopCause, check_states, stop_cause
 from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.logit_edits import check_edits
@@ -46,6 +47,7 @@ class Scheduler:
         self.traces: dict[int, Trace] = {}  # by seq_id, of those that are to be explained
         self._speculator, self._turns = Speculator(limits), Turns(limits.num_stages)
         self._steady = SteadyRows(pool, local)
+        self._filling = StepFilling(limits, pool, self._reuse, self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -179,8 +181,10 @@ class Scheduler:
                 if num_done == seq.num_needed_tokens and not seq.request.max_tokens:
                     self.finish(seq, "length", None)  # its prompt was all that was wanted
                     changed.append(i)
-            elif token in seq.stop_ids or num_done >= seq.num_needed_tokens:
-                self._end_with_token(seq)
+            elif (token in seq.stop_ids or num_done >= seq.num_needed_tokens) and (
+                cause := stop_cause(seq)
+            ):
+                self.finish(seq, *cause)
         return changed
 
     def check(self) -> None:
@@ -196,11 +200,6 @@ class Scheduler:
             self.local.check(self.pool, holders)
         self._reuse.check_cache()
         check_states(self.running, list(self._waiting), self._free_slots, self.limits.max_num_seqs)
-
-    def _end_with_token(self, seq: Sequence) -> None:
-        """Finish a sequence where its newest token ends it."""
-        if cause := stop_cause(seq):
-            self.finish(seq, *cause)
 
     def _settle(self, i: int, row: PlannedRow, num_done: int, cause: StopCause | None) -> int:
         """What follows from tokens that row `i` of a step with drafts gave."""
@@ -258,6 +257,8 @@ class Scheduler:
             if q_len <= 0:
                 break
             self._admit(seq, hit, hit.num_tokens + q_len, draft)
+            has_slots = bool(self._free_slots)
+            q_len = self._filling.cut(seq, q_len, draft, claimed, has_slots=has_slots)
             self._add_row(seq, q_len, draft)
             claimed = self._reuse.claimed([seq], claimed)
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
+from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.core.limits import SchedulerLimits
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.prefix_cache import PrefixCache
@@ -127,7 +128,7 @@ def build_engine(
                 warm_up(programs, ladder, show_progress)
     with _timed(phases, "page pool"), memory_explained(plan):
         runner = make_runner(plan, loaded, placement, programs, ladder)
-    scheduler = _make_scheduler(config, plan, draft_cost(files))
+    scheduler = _make_scheduler(config, plan, ladder, draft_cost(files))
     metrics = _metrics(config, plan, dtype, scheduler)
     engine = Engine(
         runner,
@@ -181,8 +182,14 @@ def _metrics(
     return metrics
 
 
-def _make_scheduler(config: EngineConfig, plan: MemoryPlan, cost_of_guess: float) -> Scheduler:
+def _make_scheduler(
+    config: EngineConfig, plan: MemoryPlan, ladder: BucketLadder, cost_of_guess: float
+) -> Scheduler:
     cache, sched, model = config.cache, config.scheduler, plan.model
+    num_stages = config.parallel.pipeline_parallel_size
+    # not where a step's time is not that of its tokens, and the rest of a prompt would keep decode
+    # steps from being one program; with stages nothing was measured
+    is_filled = num_stages == 1 and plan.num_scheduler_steps == 1
     pool, local = plan.pools.make(plan.page_size, model.local_window)
     limits = SchedulerLimits(
         max_num_seqs=plan.max_num_seqs,
@@ -194,7 +201,8 @@ def _make_scheduler(config: EngineConfig, plan: MemoryPlan, cost_of_guess: float
         reserve_whole_answer=sched.admission == "no-evict",
         scheduling_policy=sched.policy,
         speculation=sched.speculation,
-        num_stages=config.parallel.pipeline_parallel_size,
+        num_stages=num_stages,
+        step_sizes=ladder.step_sizes() if is_filled else (),
         draft_cost=cost_of_guess,
         single_cost=SINGLE_COST if plan.num_scheduler_steps > 1 else 1.0,
         **swap_limits(config, plan),

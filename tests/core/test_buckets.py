@@ -52,6 +52,11 @@ def test_the_smallest_bucket_that_holds_the_plan_is_chosen(q_lens, bucket):
     assert LADDER.choose(plan_of(q_lens)) == bucket
 
 
+def test_sizes_of_mixed_steps_are_without_those_of_steps_that_score_a_prompt():
+    with_scored = BucketLadder([*LADDER.all_buckets(), Bucket("mixed", "scored", 32, 8)])
+    assert with_scored.step_sizes() == (16, 64)
+
+
 @pytest.mark.parametrize(
     ("params", "sampler"),
     [

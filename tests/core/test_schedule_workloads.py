@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.core.local_pages import most_of_decode
-from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.sequence import SeqState
 from tests.core.fake_device import (
     VOCAB,
@@ -55,6 +55,7 @@ def jobs(draw):
                 "skip_reading_prefix_cache": st.booleans(),
                 "temperature": st.sampled_from([0.0, 1.0]),
                 "n": st.integers(2, 4),
+                "output_kind": st.just(OutputKind.FINAL_ONLY),
             },
         )
     )
@@ -91,6 +92,7 @@ def limits(draw):
         "preemption_mode": draw(st.sampled_from(["recompute", "swap", "auto"])),
         "num_host_pages": draw(st.sampled_from([0, 8, 24, 64])),
         "hash_bits": draw(st.sampled_from([256, 4])),
+        "step_sizes": draw(st.sampled_from([(), (2, 8, 24), (3, 5, 6, 11, 40)])),
     }
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxpaged.core.params import SamplingParams
-from tests.support.engines import TinyEngine
+from jaxpaged.engine.opening import ladder_of
+from tests.support.engines import TinyEngine, tiny_parts
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
@@ -59,3 +60,11 @@ def test_while_somebody_waits_each_step_is_its_own(parts_r):
     _, sizes = generate(parts_r, params, num_pages=1 + 2, num_scheduler_steps=4)
     assert sizes[:30] == [1] * 30
     assert 4 in sizes[30:]  # the last request, when nobody waits any more
+
+
+def test_chunks_are_cut_to_the_sizes_of_steps_unless_a_program_takes_several(model_folder, parts_r):
+    sizes = ladder_of(parts_r.config).step_sizes()
+    assert parts_r.engine.scheduler.limits.step_sizes == sizes
+    assert len(sizes) > 1
+    several = tiny_parts(model_folder / "R", num_scheduler_steps=2).engine
+    assert several.scheduler.limits.step_sizes == ()

@@ -98,6 +98,7 @@ class TinyEngine:
             reserve_full_prompt=self.reserve_full_prompt,
             speculation=self.speculation,
             num_stages=runner.num_stages,
+            step_sizes=self.ladder.step_sizes() if runner.num_stages == 1 else (),
         )
         self.engine = Engine(
             runner,
