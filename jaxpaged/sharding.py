@@ -209,6 +209,11 @@ def sum_shards(x: Array) -> Array:
     return jax.lax.psum(x, TENSOR) if is_split() else x
 
 
+def num_shards() -> int:
+    """How many devices share a layer."""
+    return jax.lax.axis_size(TENSOR) if is_split() else 1
+
+
 def shard_index() -> Array | int:
     """The place of this device among those that share a layer."""
     return jax.lax.axis_index(TENSOR) if is_split() else 0
@@ -227,7 +232,7 @@ def hide_padding(logits: Array, padding: int) -> Array:
     if not padding:
         return logits
     size = logits.shape[1]
-    whole = size * (jax.lax.axis_size(TENSOR) if is_split() else 1)
+    whole = size * num_shards()
     places = shard_index() * size + jax.numpy.arange(size)
     return jax.numpy.where((places < whole - padding)[None], logits, -jax.numpy.inf)
 

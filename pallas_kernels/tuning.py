@@ -47,12 +47,13 @@ class SearchTiles:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Shape of the gated product: computing warpgroups one below the other share the weights."""
+    """Shape of a product: computing warpgroups one below the other share the weights."""
 
     warpgroups: int  # that compute
     rows: int  # tokens a warpgroup
-    columns: int  # of the result: a multiple of 16, up to 128
+    columns: int  # of the result: a multiple of 16, up to 256, of a gated product 128
     stages: int  # loads in flight
+    parts: int = 1  # of the contracted axis
 
     @property
     def block_rows(self) -> int:
@@ -141,6 +142,33 @@ def product_tiles(tokens: int, ffn: int) -> ProductTiles:
 
     columns = min((128, 112, 96, 80), key=lambda columns: rounds(columns) * (columns + 8))
     return ProductTiles(2, PRODUCT_ROWS // 2, columns, stages=4)
+
+
+PARTS, MIN_SPLIT_INNER, MIN_FILLED = 2, 8192, 0.95
+SHARED_BYTES = 227 * 1024 - 1024  # of a multiprocessor, less what barriers take
+
+
+def part_tiles(tokens: int, columns: int, inner: int, dtype: DTypeLike) -> ProductTiles | None:
+    """Tiles of a product in parts, where it is faster than the library's and adding up.
+
+    That is so where two tiles of rows, in two parts, fill all multiprocessors once.
+    """
+    rows = -(-tokens // PRODUCT_ROWS)
+    if (
+        jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+        or rows != 2
+        or -tokens % PRODUCT_ROWS > MAX_EMPTY_ROWS * tokens
+        or tokens % 8
+        or inner % PRODUCT_BLOCK
+        or inner < MIN_SPLIT_INNER
+    ):
+        return None
+    for width in (256, 192, 160, 128):
+        units = rows * columns // width * PARTS
+        if columns % width == 0 and MIN_FILLED <= units / MULTIPROCESSORS <= 1:
+            stage = (PRODUCT_ROWS + width) * PRODUCT_BLOCK * 2
+            return ProductTiles(2, PRODUCT_ROWS // 2, width, SHARED_BYTES // stage, PARTS)
+    return None
 
 
 SEARCH = SearchTiles(warpgroups=8, loads=4, held=48)

@@ -17,7 +17,7 @@ from jaxpaged.errors import ConfigError, JaxPagedError
 from pallas_kernels import tuning
 
 ATTENTION = {f"attention-{kernel}": kernel for kernel in attention_check.KERNELS}
-OPS = (*ATTENTION, *small_ops.OPS, product_op.OP, "sampler")
+OPS = (*ATTENTION, *small_ops.OPS, *product_op.OPS, "sampler")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def check(op: str, cases: int) -> Iterable[dict[str, Any]]:
         return attention_check.check(ATTENTION[op], cases)
     if op == "sampler":
         return [line for shape in sampler_ops.CHECKED for line in sampler_ops.check(*shape)]
-    return product_op.check(cases) if op == product_op.OP else small_ops.check(op, cases)
+    return (product_op if op in product_op.OPS else small_ops).check(op, cases)
 
 
 def _time(op: str, args: argparse.Namespace, report: Report) -> None:
@@ -71,8 +71,8 @@ def _time(op: str, args: argparse.Namespace, report: Report) -> None:
     if op == "sampler":
         for line in sampler_ops.time_ops(ceilings):
             report.add("sampler", line)
-    elif op == product_op.OP:
-        for line in product_op.time_op(ceilings):
+    elif op in product_op.OPS:
+        for line in product_op.time_op(op, ceilings):
             report.add("product", line)
     elif op in small_ops.OPS:
         for line in small_ops.time_op(op, ceilings):

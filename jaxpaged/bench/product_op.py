@@ -1,6 +1,8 @@
-"""The gated product: checked against a float32 reference, and timed beside two kernels in a row.
+"""Products with kernels of their own: checked against float32 references, and timed beside others.
 
-Rows of NaN stand where a batch has padding: none may reach a row that counts.
+The gated product beside a product and the activation; the product in parts, which the norm adds up,
+beside the library's and the norm. Rows of NaN stand where a batch has padding: none may reach a row
+that counts.
 """
 
 import functools
@@ -12,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.bench.roofline import Ceilings
-from jaxpaged.bench.small_ops import check_shapes, device_cost, error, random_padding
+from jaxpaged.bench.small_ops import EPS, check_shapes, device_cost, error, random_padding
 from jaxpaged.layers.linear import contract_last
+from pallas_kernels.fused_norm import add_rms_norm_reference
+from pallas_kernels.fused_norm.kernel import add_rms_norm_kernel
 from pallas_kernels.gated import gated_reference
 from pallas_kernels.gated.kernel import gated_kernel
-from pallas_kernels.gated.product_kernel import gated_product_kernel
+from pallas_kernels.products.kernel import gated_product_kernel, product_in_parts_kernel
 
-OP = "gated-product"
+GATED, PARTS = OPS = ("gated-product", "product-in-parts")
 # tokens, ffn, embed, activation, dtype
 SHAPES = (
     (128, 18944, 3584, "silu", "bfloat16"),
@@ -32,25 +36,38 @@ SHAPES = (
     (8192, 1024, 256, "silu", "float16"),
     (520, 64, 64, "gelu_tanh", "float16"),
 )
+# tokens, columns, inner, dtype
+PARTS_SHAPES = (
+    (256, 4096, 14336, "bfloat16"),
+    (224, 5120, 13824, "bfloat16"),
+    (208, 8192, 9280, "float16"),
+)
 TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (128, 256, 512, 1024, 8192), 14336, 4096
 COPIES = 3  # of the weights, of 235 MB each
 
 
-def check(cases: int) -> Iterator[dict[str, Any]]:
+def check(op: str, cases: int) -> Iterator[dict[str, Any]]:
     """Errors of `cases` random cases a shape, in units of the type's epsilon."""
-    return check_shapes(OP, _error_of, SHAPES, cases)
+    if op == PARTS:
+        return check_shapes(op, _error_of_parts, PARTS_SHAPES, cases)
+    return check_shapes(op, _error_of, SHAPES, cases)
 
 
-def time_op(ceilings: Ceilings | None) -> list[dict[str, Any]]:
+def time_op(op: str, ceilings: Ceilings | None) -> list[dict[str, Any]]:
     """Microseconds on the device of a call in the shape of llama3-8b, and operations a second."""
     lines = []
-    for tokens in TIMED_TOKENS:
+    for tokens in TIMED_TOKENS if op == GATED else (256,):
         x, weight = _inputs(0, tokens, TIMED_FFN, TIMED_EMBED, "bfloat16")
         inputs = [(x + i, jnp.roll(weight, 8 * i, 1)) for i in range(COPIES)]
         flops = 4 * tokens * TIMED_FFN * TIMED_EMBED
-        for name, function in (("kernel", _kernel), ("two", _two_kernels)):
-            us, _ = device_cost(functools.partial(function, activation="silu"), inputs)
-            line: dict[str, Any] = {"op": OP, "rows": tokens, "by": name, "us": round(us, 2)}
+        ways = [functools.partial(way, activation="silu") for way in (_kernel, _two_kernels)]
+        if op == PARTS:
+            flops //= 2
+            inputs = [_parts_inputs(i, *PARTS_SHAPES[0]) for i in range(COPIES)]
+            ways = [_parts_then_norm, _library_then_norm]
+        for name, function in zip(("kernel", "library"), ways, strict=True):
+            us, _ = device_cost(function, inputs)
+            line: dict[str, Any] = {"op": op, "rows": tokens, "by": name, "us": round(us, 2)}
             line["TFLOP/s"] = round(flops / us / 1e6, 1)
             if ceilings is not None:
                 line["of_roofline"] = round(1e6 * flops / us / ceilings.flops_per_s, 3)
@@ -93,3 +110,47 @@ def _error_of(seed: int, tokens: int, ffn: int, embed: int, activation: str, dty
     x = jnp.where(padding[:, None], jnp.nan, x)
     got = _kernel(x, weight, activation=activation)
     return error(got, _reference(x, weight, activation=activation), ~padding)
+
+
+@jax.jit
+def _parts_then_norm(x: jax.Array, weight: jax.Array, residual: jax.Array, scale: jax.Array) -> Any:
+    return add_rms_norm_kernel(product_in_parts_kernel(x, weight), residual, scale, eps=EPS)
+
+
+@jax.jit
+def _library_then_norm(
+    x: jax.Array, weight: jax.Array, residual: jax.Array, scale: jax.Array
+) -> Any:
+    added = contract_last(x, weight, x.dtype)
+    return add_rms_norm_kernel(added, residual, scale, eps=EPS)
+
+
+@functools.partial(jax.jit, compiler_options={"xla_gpu_enable_triton_gemm": False})
+def _exact_sum(x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        added = contract_last(x.astype(jnp.float32), weight.astype(jnp.float32), jnp.float32)
+    return added + residual.astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _parts_inputs(seed: int, tokens: int, columns: int, inner: int, dtype: str) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(seed), 4)
+    x = jax.random.normal(keys[0], (tokens, inner), jnp.float32)
+    weight = jax.random.normal(keys[1], (columns, inner), jnp.float32) / inner**0.5
+    residual = 8 * jax.random.normal(keys[2], (tokens, columns), jnp.float32)
+    scale = jax.random.normal(keys[3], (columns,), jnp.float32)
+    return x.astype(dtype), weight.astype(dtype), residual.astype(dtype), scale
+
+
+def _error_of_parts(seed: int, tokens: int, columns: int, inner: int, dtype: str) -> float:
+    x, weight, residual, scale = _parts_inputs(seed, tokens, columns, inner, dtype)
+    padding = random_padding(np.random.default_rng(seed), tokens)
+    x = jnp.where(padding[:, None], jnp.nan, x)
+    normed, total = _parts_then_norm(x, weight, residual, scale)
+    wide = total.astype(jnp.float32)
+    wanted, _ = add_rms_norm_reference(jnp.zeros_like(wide), wide, scale, eps=EPS)
+    errors = (
+        error(total, _exact_sum(x, weight, residual), ~padding),
+        error(normed, wanted, ~padding),
+    )
+    return max(errors, key=lambda one: (one != one, one))

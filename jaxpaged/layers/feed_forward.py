@@ -5,12 +5,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpaged.config.architecture import Activation, ModelConfig
-from jaxpaged.layers.linear import linear, linear_of_parts, weight, zeros
+from jaxpaged.layers.linear import Addend, linear, linear_of_parts, linear_to_add, weight, zeros
 from pallas_kernels.gated import gated, gated_product, is_one_kernel
 
 
 class FeedForward(nnx.Module):
     """`down(act(gate(x)) * up(x))`, gate and up being one product.
+
+    What it returns is to be added to the residual, by a norm of the sum: it may come in parts, but
+    for models that norm it before.
 
     Source: Shazeer 2020 (arXiv 2002.05202).
     """
@@ -23,9 +26,11 @@ class FeedForward(nnx.Module):
         self.gate_up_bias = zeros(2, c.ffn, axes=axes[:2], dtype=dtype) if c.mlp_bias else None
         self.down_bias = zeros(c.embed, axes=("embed",), dtype=dtype) if c.mlp_bias else None
         self.activation: Activation = c.activation
+        self.is_normed = c.post_norms
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        return linear_of_parts(self._gated(x), self.down, self.down_bias)
+    def __call__(self, x: Float[Array, "tokens embed"]) -> Addend:
+        multiply = linear_of_parts if self.is_normed else linear_to_add
+        return multiply(self._gated(x), self.down, self.down_bias)
 
     def _gated(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffn"]:
         weight, activation = self.gate_up[...], self.activation

@@ -9,7 +9,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpaged.sharding import sum_shards
+from jaxpaged.sharding import num_shards, sum_shards
+from pallas_kernels.products import goes_in_parts, product_in_parts
 
 FEW_ROWS = 16
 
@@ -46,6 +47,19 @@ def linear_of_parts(
     """`linear` where the contracted axis may be split over devices: then one all-reduce."""
     y = sum_shards(linear(x, weight, None))
     return y if bias is None else y + bias[...].reshape(1, -1)
+
+
+type Addend = Float[Array, "tokens out"] | Float[Array, "parts rows out"]
+"""What is added to the residual: whole, or as float32 parts, with rows at their end to spare."""
+
+
+def linear_to_add(
+    x: Float[Array, "tokens in"], weight: nnx.Param, bias: nnx.Param | None
+) -> Addend:
+    """`linear_of_parts` for `RMSNorm.of_sum`: where that is faster, the norm adds the parts up."""
+    if bias is None and num_shards() == 1 and goes_in_parts(x, weight[...]):
+        return product_in_parts(x, weight[...])
+    return linear_of_parts(x, weight, bias)
 
 
 def contract_last(

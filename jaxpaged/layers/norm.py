@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxpaged.layers.linear import Addend
 from pallas_kernels.fused_norm import add_rms_norm, rms_norm
 
 
@@ -24,7 +25,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], eps=self.eps)
 
     def of_sum(
-        self, residual: Float[Array, "tokens size"], added: Float[Array, "tokens size"]
+        self, residual: Float[Array, "tokens size"], added: Addend
     ) -> tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]]:
         """Return the normed sum, and the sum, which is the new residual."""
         return add_rms_norm(added, residual, self.scale[...], eps=self.eps)

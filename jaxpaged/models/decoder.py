@@ -16,9 +16,11 @@ from jaxpaged.config.architecture import LayerKind, ModelConfig
 from jaxpaged.layers.attention import Attention, AttentionOp
 from jaxpaged.layers.embedding import Embedding
 from jaxpaged.layers.feed_forward import FeedForward
+from jaxpaged.layers.linear import Addend
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Angles, rope_angles
 from jaxpaged.sharding import hide_padding, spec_of
+from pallas_kernels.fused_norm import whole
 
 
 class DecoderLayer(nnx.Module):
@@ -48,11 +50,11 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "tokens embed"],
-        added: Float[Array, "tokens embed"],
+        added: Addend,
         angles: Angles,
         pages: KVPages,
         batch: RaggedBatch,
-    ) -> tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], KVPages]:
+    ) -> tuple[Float[Array, "tokens embed"], Addend, KVPages]:
         normed, x = self.attention_norm.of_sum(x, added)
         added, pages = self.attention(normed, angles, pages, batch)
         if self.attention_post_norm is not None:
@@ -118,7 +120,7 @@ class Decoder(nnx.Module):
         if self.embedding is not None:
             x = self.embedding(input_ids(batch, given))
         x, added, pages = self._run_layers(x, batch, kv_pages, local)
-        return x + added, pages
+        return x + (whole(added, x) if added.ndim == 3 else added), pages
 
     def _run_layers(
         self,
@@ -126,10 +128,11 @@ class Decoder(nnx.Module):
         batch: RaggedBatch,
         kv_pages: tuple[KVPages, ...],
         local: RaggedBatch | None,
-    ) -> tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], tuple[KVPages, ...]]:
+    ) -> tuple[Float[Array, "tokens embed"], Addend, tuple[KVPages, ...]]:
         """The residual, what the last layer adds to it, and the pages with this batch's KV."""
         local = batch if local is None else local
-        added = jnp.zeros_like(x)  # and not None, so that the first layer shares its trace
+        # and not None: so, unless sums come in parts, the first layer shares its trace
+        added: Addend = jnp.zeros_like(x)
         kinds, head_dim = self.config.layer_kinds, self.config.head_dim
         ropes = dict.fromkeys(kind.rope for kind in kinds)
         angles = {rope: rope_angles(batch.positions, head_dim, rope) for rope in ropes}
@@ -158,11 +161,11 @@ def _run_layer(
     graphdef: nnx.GraphDef,
     params: Params,
     x: Float[Array, "tokens embed"],
-    added: Float[Array, "tokens embed"],
+    added: Addend,
     angles: Angles,
     pages: KVPages,
     batch: RaggedBatch,
-) -> tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"], KVPages]:
+) -> tuple[Float[Array, "tokens embed"], Addend, KVPages]:
     return nnx.merge(graphdef, params)(x, added, angles, pages, batch)
 
 

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import checks
-from pallas_kernels.fused_norm.reference import add_rms_norm_reference, rms_norm
+from pallas_kernels.fused_norm.reference import add_rms_norm_reference, rms_norm, whole
 
-__all__ = ["add_rms_norm", "add_rms_norm_reference", "rms_norm"]
+__all__ = ["add_rms_norm", "add_rms_norm_reference", "rms_norm", "whole"]
 
 _OP = "add_rms_norm"
 
 
 def add_rms_norm(
-    x: Float[Array, "rows embed"],
+    x: Float[Array, "rows embed"] | Float[Array, "parts padded embed"],
     residual: Float[Array, "rows embed"],
     scale: Float[Array, " embed"],
     *,
@@ -22,7 +22,8 @@ def add_rms_norm(
     """Return the RMS norm of `residual + x`, and the sum itself.
 
     Args:
-        x: what a block adds to the residual, in the residual's type.
+        x: what a block adds to the residual, in the residual's type; or float32 parts, rows at
+            their end to spare, whose sum rounded to that type it is.
         scale: float32, the whole factor.
 
     Returns:
@@ -32,15 +33,23 @@ def add_rms_norm(
     Raises:
         KernelArgumentError: shapes that do not fit together, or another type; while tracing.
 
-    Cost: reads x and residual once, writes both results once; one launch on a Hopper GPU.
+    Cost: reads all of x and residual once, writes both results once; one launch on a Hopper GPU.
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
     """
     rows = ("rows", "embed")
+    in_parts = x.ndim == 3
+    added = (x, ("parts", "padded", "embed") if in_parts else rows)
     sizes = checks.check_shapes(
-        _OP, {"x": (x, rows), "residual": (residual, rows), "scale": (scale, ("embed",))}
+        _OP, {"x": added, "residual": (residual, rows), "scale": (scale, ("embed",))}
     )
-    checks.check_dtype(_OP, "x", x, checks.KV_TYPES)
-    checks.check_dtype(_OP, "residual", residual, (x.dtype,))
+    if in_parts and sizes["padded"] < sizes["rows"]:
+        raise checks.KernelArgumentError(
+            f"{_OP}: x has {sizes['padded']} rows a part, residual {sizes['rows']}, "
+            "allowed: as many or more"
+        )
+    checks.check_dtype(_OP, "x", x, (jnp.float32,) if in_parts else checks.KV_TYPES)
+    allowed = checks.KV_TYPES if in_parts else (x.dtype,)
+    checks.check_dtype(_OP, "residual", residual, allowed)
     checks.check_dtype(_OP, "scale", scale, (jnp.float32,))
     if jax.default_backend() == "gpu":
         # the kernels need Mosaic GPU, which not every jaxlib carries
@@ -49,6 +58,6 @@ def add_rms_norm(
         if tuning.hopper_available():
             from pallas_kernels.fused_norm import kernel
 
-            if kernel.supports(sizes["embed"], x.dtype):
+            if kernel.supports(sizes["embed"], residual.dtype):
                 return kernel.add_rms_norm_kernel(x, residual, scale, eps=eps)
     return add_rms_norm_reference(x, residual, scale, eps=eps)

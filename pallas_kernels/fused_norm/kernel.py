@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ def _add_rms_norm(
 ) -> None:
     # each warpgroup holds one stretch of the row
     row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
-    embed = x.shape[1]
+    embed = residual.shape[1]
     width = embed // tiles.warpgroups
     stretch = pl.ds(warpgroup * width, width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=tiles.vector)
@@ -105,35 +106,39 @@ def _add_rms_norm(
     def load(ref):
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    added, before = load(x.at[row, stretch]), load(residual.at[row, stretch])
-    factor = load(scale.at[stretch])
+    if len(x.shape) == 2:
+        addends = [load(x.at[row, stretch])]
+    else:
+        addends = [load(x.at[part, row, stretch]) for part in range(x.shape[0])]
+    before, factor = load(residual.at[row, stretch]), load(scale.at[stretch])
+    added = functools.reduce(operator.add, addends).astype(before.dtype)
     rounded = before + added
     total.at[row, stretch][...] = rounded
     wide = rounded.astype(jnp.float32)
     squares = _sum_over_program(wide * wide, layout, parts)
     inverse = lax.rsqrt(squares * (1.0 / embed) + eps)
-    normed.at[row, stretch][...] = (wide * inverse * factor).astype(x.dtype)
+    normed.at[row, stretch][...] = (wide * inverse * factor).astype(before.dtype)
 
 
 def add_rms_norm_kernel(
-    x: Float[Array, "rows embed"],
+    x: Float[Array, "rows embed"] | Float[Array, "parts padded embed"],
     residual: Float[Array, "rows embed"],
     scale: Float[Array, " embed"],
     *,
     eps: float,
 ) -> tuple[Float[Array, "rows embed"], Float[Array, "rows embed"]]:
     """The op's contract for 2-byte types and an `embed` that `tuning` has tiles for."""
-    rows, embed = x.shape
+    rows, embed = residual.shape
     tiles = norm_tiles(embed)
 
     @functools.wraps(_add_rms_norm)
     def body(*refs):
         _add_rms_norm(*refs, eps=eps, tiles=tiles)
 
-    like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    like_residual = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     return plgpu.kernel(
         body,
-        out_type=(like_x, like_x),
+        out_type=(like_residual, like_residual),
         scratch_types=[plgpu.SMEM((tiles.warpgroups * WARPS,), jnp.float32)],
         grid=(rows,),
         grid_names=("row",),

@@ -15,13 +15,20 @@ def rms_norm(
     return (wide * lax.rsqrt(mean_square + eps) * factor).astype(x.dtype)
 
 
+def whole(
+    parts: Float[Array, "parts padded embed"], like: Float[Array, "rows embed"]
+) -> Float[Array, "rows embed"]:
+    """Add the parts up and round the sum to the type of `like`."""
+    return jnp.sum(parts[:, : len(like)], axis=0).astype(like.dtype)
+
+
 def add_rms_norm_reference(
-    x: Float[Array, "rows embed"],
+    x: Float[Array, "rows embed"] | Float[Array, "parts padded embed"],
     residual: Float[Array, "rows embed"],
     scale: Float[Array, " embed"],
     *,
     eps: float,
 ) -> tuple[Float[Array, "rows embed"], Float[Array, "rows embed"]]:
     """The definition of `add_rms_norm`."""
-    total = residual + x
+    total = residual + (whole(x, residual) if x.ndim == 3 else x)
     return rms_norm(total, scale, eps=eps), total

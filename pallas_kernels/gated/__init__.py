@@ -88,6 +88,6 @@ def gated_product(
             f"gated_product: {sizes} with {activation!r} is not for the kernel here; "
             "ask is_one_kernel first"
         )
-    from pallas_kernels.gated import product_kernel
+    from pallas_kernels.products.kernel import gated_product_kernel
 
-    return product_kernel.gated_product_kernel(x, weight, activation=activation)
+    return gated_product_kernel(x, weight, activation=activation)

@@ -18,6 +18,7 @@ from jaxpaged.bench import (
 )
 from jaxpaged.bench.attention_check import Shape
 from jaxpaged.errors import ConfigError
+from pallas_kernels.fused_norm import add_rms_norm_reference
 from pallas_kernels.ragged_attention.xla import ragged_paged_attention_xla
 
 SHAPES = (
@@ -71,9 +72,24 @@ def test_small_ops_that_are_right_pass_their_checks(monkeypatch):
 def test_a_gated_product_that_is_right_passes_its_check_and_one_without_its_gate_fails(monkeypatch):
     monkeypatch.setattr(product_op, "SHAPES", ((40, 64, 64, "silu", "bfloat16"),))
     monkeypatch.setattr(product_op, "_kernel", product_op._reference)
-    assert next(product_op.check(3))["passed"]
+    assert next(product_op.check(product_op.GATED, 3))["passed"]
     monkeypatch.setattr(product_op, "_kernel", lambda x, w, activation: x @ w[1].T)
-    assert not next(product_op.check(3))["passed"]
+    assert not next(product_op.check(product_op.GATED, 3))["passed"]
+
+
+@pytest.mark.slow
+def test_a_product_in_parts_that_is_right_passes_its_check_and_one_of_a_part_fails(monkeypatch):
+    def then_norm(x, weight, residual, scale):
+        added = product_op.contract_last(x, weight, x.dtype)
+        return add_rms_norm_reference(added, residual, scale, eps=small_ops.EPS)
+
+    monkeypatch.setattr(product_op, "PARTS_SHAPES", ((40, 64, 128, "bfloat16"),))
+    monkeypatch.setattr(product_op, "_parts_then_norm", then_norm)
+    assert next(product_op.check(product_op.PARTS, 3))["passed"]
+    monkeypatch.setattr(
+        product_op, "_parts_then_norm", lambda x, w, *rest: then_norm(x[:, :64], w[:, :64], *rest)
+    )
+    assert not next(product_op.check(product_op.PARTS, 3))["passed"]
 
 
 @pytest.mark.slow

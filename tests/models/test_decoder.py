@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxpaged.arrays import RaggedBatch
 from jaxpaged.config.architecture import LayerKind, RopeConfig
+from jaxpaged.layers import linear
 from jaxpaged.layers.attention import paged_attention
 from jaxpaged.models.decoder import Decoder, init_device_state, input_ids
 from tests.layers.shapes import TINY
@@ -95,6 +96,32 @@ def test_logits_are_capped_softly():
     capped = model.unembed(hidden)
     np.testing.assert_allclose(capped, 2 * np.tanh(model.lm_head.logits(hidden) / 2), rtol=1e-5)
     assert np.abs(capped).max() <= 2
+
+
+@pytest.mark.parametrize("post_norms", [False, True])
+def test_the_feed_forward_may_leave_its_sum_in_parts_to_the_norm(post_norms, monkeypatch):
+    """In every layer, before the last norm and before another stage; not where it is normed."""
+    config, calls = replace(TINY, post_norms=post_norms), []
+
+    def in_parts(x, weight):
+        calls.append(x.shape)
+        halves = [x[:, part::2] @ weight[:, part::2].T for part in range(2)]
+        return jnp.pad(jnp.stack(halves), ((0, 0), (0, 3), (0, 0)), constant_values=jnp.nan)
+
+    def run():
+        model = Decoder(config, lambda q, *_, spec: q, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        batch, state = one_row_batch([1, 2, 3], 0), poisoned_state(config)
+        passed_on, _ = model.pass_on(state.last_token_ids, batch, state.kv_pages)
+        return model(batch, state)[0], passed_on
+
+    wanted = run()
+    monkeypatch.setattr(linear, "goes_in_parts", lambda x, weight: True)
+    monkeypatch.setattr(linear, "product_in_parts", in_parts)
+    jax.clear_caches()  # layers are traced once for all
+    for got, whole in zip(run(), wanted, strict=True):
+        np.testing.assert_allclose(got, whole, atol=1e-5)
+    assert set(calls) == (set() if post_norms else {(3, TINY.ffn)})
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("decode_only", [False, True])

@@ -33,6 +33,38 @@ def test_it_is_an_addition_and_then_the_plain_norm():
     np.testing.assert_array_equal(op(x, residual, scale)[0], rms_norm(x + residual, scale, eps=EPS))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_parts_are_added_up_and_rounded_first(dtype):
+    rng = np.random.default_rng(2)
+    parts = jnp.asarray(rng.standard_normal((3, 6, 8)), jnp.float32).at[:, 4:].set(jnp.nan)
+    residual = jnp.asarray(rng.standard_normal((4, 8)), dtype)
+    scale = jnp.linspace(0.5, 2.0, 8)
+    added = (parts[0] + parts[1] + parts[2])[:4].astype(dtype)
+    for got, wanted in zip(op(parts, residual, scale), op(added, residual, scale), strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_on_hopper_parts_are_added_up_by_the_kernel():
+    parts, residual = struct(2, 256, 4096, dtype="f4"), struct(224, 4096)
+    text = lower_for_hopper(op, parts, residual, struct(4096, dtype="f4"))
+    assert text.count(KERNEL) == 1
+    assert "stablehlo.add" not in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((2, 3, 8), jnp.float32, "x has 3 rows a part, residual 4, allowed: as many or more"),
+        ((2, 4, 8), jnp.bfloat16, "x is bfloat16, allowed: float32"),
+        ((2, 4, 7), jnp.float32, "embed = 7"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(shape, dtype, message):
+    with pytest.raises(KernelArgumentError, match=message):
+        op(jnp.zeros(shape, dtype), jnp.zeros((4, 8), jnp.bfloat16), jnp.ones(8))
+
+
 @pytest.mark.parametrize(
     ("rows", "embed"), [(1, 4096), (64, 640), (256, 896), (8, 5120), (2, 16384), (8192, 3584)]
 )

@@ -1,0 +1,58 @@
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.checks import KernelArgumentError
+from pallas_kernels.products import goes_in_parts, product_in_parts
+from tests.support.cuda_target import KERNEL, hopper_target, lower_for_hopper, struct
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "inner", "dtype"),
+    [
+        (256, 4096, 14336, "bfloat16"),
+        (224, 5120, 13824, "bfloat16"),
+        (208, 8192, 28672, "float16"),
+        (256, 4096, 8256, "bfloat16"),  # the second part is shorter
+    ],
+)
+def test_on_hopper_it_is_one_kernel_and_no_sum(tokens, columns, inner, dtype):
+    text = lower_for_hopper(
+        product_in_parts, struct(tokens, inner, dtype=dtype), struct(columns, inner, dtype=dtype)
+    )
+    assert text.count(KERNEL) == 1
+    assert f"tensor<2x256x{columns}xf32>" in text
+    assert "dot_general" not in text
+    tiles = tuning.part_tiles(tokens, columns, inner, dtype)
+    assert tiles is not None
+    assert columns % tiles.columns == 0
+    assert tiles.parts * 2 * columns // tiles.columns <= tuning.MULTIPROCESSORS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "inner", "dtype"),
+    [
+        (128, 4096, 14336, "bfloat16"),  # one tile of rows
+        (384, 4096, 14336, "bfloat16"),  # three
+        (192, 4096, 14336, "bfloat16"),  # a quarter of the rows would be empty
+        (250, 4096, 14336, "bfloat16"),
+        (256, 3584, 18944, "bfloat16"),  # tiles of no width fill the multiprocessors
+        (256, 4096, 4096, "bfloat16"),  # short sums
+        (256, 4096, 14336, "float32"),
+    ],
+)
+def test_other_products_are_left_to_the_library(tokens, columns, inner, dtype):
+    x, weight = struct(tokens, inner, dtype=dtype), struct(columns, inner, dtype=dtype)
+    with hopper_target():
+        assert not goes_in_parts(x, weight)
+        with pytest.raises(KernelArgumentError, match="ask goes_in_parts first"):
+            product_in_parts(x, weight)
+
+
+def test_nothing_goes_in_parts_without_a_hopper_gpu():
+    assert not goes_in_parts(struct(256, 14336), struct(4096, 14336))
+
+
+def test_weights_of_another_type_are_refused():
+    with pytest.raises(KernelArgumentError, match="weight is float16, allowed: bfloat16"):
+        product_in_parts(struct(256, 14336), struct(4096, 14336, dtype=jnp.float16))
