@@ -112,6 +112,8 @@ def random_case(shape: Shape, seed: int, *, decode: bool) -> tuple[Lengths, Arra
     lengths = random_lengths(shape, np.random.default_rng(seed), decode=decode)
     tokens = shape.seqs * (1 if decode else MAX_CHUNK)
     q, k, v, sinks = _draw(jax.random.key(seed), jnp.asarray(lengths.visible), shape, tokens)
+    if decode:  # the kernel takes some queries of the next row along
+        q = jnp.where(jnp.asarray(lengths.kv_lens > 0)[:, None, None], q, jnp.nan)
     hosted = (lengths.table, lengths.kv_lens, lengths.cu_q_lens)
     return lengths, (q, k, v, *(jnp.asarray(x, jnp.int32) for x in hosted), sinks)
 
