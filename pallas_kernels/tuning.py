@@ -1,6 +1,6 @@
 """Tile sizes of the Mosaic GPU kernels on Hopper, and what they support."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import jax
@@ -23,7 +23,6 @@ class DecodeTiles:
     k_stages: int  # tiles of K in flight, a pair
     v_stages: int
     pairs: int  # a multiprocessor
-    q_in_registers: bool  # else in shared memory
     min_tiles: int  # a pair gets no fewer, so that merging parts stays worth it
 
 
@@ -60,13 +59,11 @@ class ProductTiles:
         return self.warpgroups * self.rows
 
 
-# With a head_dim of 64 and q in registers whole heads came out wrong (the tile of q then has the
-# shape of the logits' one): there q lies in shared memory.
 DECODE = {
-    64: DecodeTiles(64, 4, 4, pairs=2, q_in_registers=False, min_tiles=2),
-    96: DecodeTiles(64, 3, 3, pairs=2, q_in_registers=True, min_tiles=2),
-    128: DecodeTiles(64, 2, 2, pairs=2, q_in_registers=True, min_tiles=2),
-    256: DecodeTiles(64, 2, 2, pairs=1, q_in_registers=False, min_tiles=2),
+    64: DecodeTiles(64, 6, 6, pairs=2, min_tiles=2),
+    96: DecodeTiles(64, 4, 4, pairs=2, min_tiles=2),
+    128: DecodeTiles(64, 3, 3, pairs=2, min_tiles=2),
+    256: DecodeTiles(64, 3, 3, pairs=1, min_tiles=2),
 }
 
 _MIXED = {
@@ -104,8 +101,10 @@ def supports(
     )
 
 
-def decode_tiles(head_dim: int) -> DecodeTiles:
-    return DECODE[head_dim]
+def decode_tiles(head_dim: int, group: int) -> DecodeTiles:
+    tiles = DECODE[head_dim]
+    # queries and results of more than eight heads take the place of a tile
+    return tiles if group <= 8 else replace(tiles, v_stages=tiles.v_stages - 1)
 
 
 def mixed_tiles(head_dim: int, *, tokens: int, seqs: int) -> MixedTiles:

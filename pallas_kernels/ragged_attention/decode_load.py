@@ -41,11 +41,13 @@ class DecodeScratch:
     """One pair's view of shared memory and barriers; every first dimension counts pairs."""
 
     pair: jax.Array
-    q: Any
-    q_tiled: Any  # None if q is in registers
+    q: Any  # [pairs, pieces, part_rows, piece]: Mosaic lays out no slices of rows of 96 untiled
+    q_tiled: Any  # [pairs, part_rows, head_dim], as the tensor cores read it
     k: Any  # first dimension pairs * k_stages, as in k_full and k_free
     v: Any
-    out: Any
+    weights: Any  # [2 * pairs, part_rows, block_kv]: of a tile's values, and what rounding left
+    scratch: Any  # in which warps reduce
+    out: Any  # [pairs, pieces, part_rows, piece]
     logits: Any  # each pair's own part's, on their way out; then each pair's, of parts coming in
     q_full: Any
     q_free: Any
@@ -69,9 +71,10 @@ def load_decode(
     def visit(segment, tiles_before):
         plgpu.barrier_wait(smem.q_free.at[smem.pair])
         query = (segment.row * s.kv_heads + segment.head) * s.group
-        rows = smem.q.at[smem.pair, pl.ds(0, s.part_rows)]
         full = smem.q_full.at[smem.pair]
-        plgpu.copy_gmem_to_smem(refs.q.at[pl.ds(query, s.part_rows)], rows, full)
+        for i, piece in enumerate(s.pieces):
+            source = refs.q.at[pl.ds(query, s.part_rows), piece]
+            plgpu.copy_gmem_to_smem(source, smem.q.at[smem.pair, i], full)
         _load_tiles(s, refs, smem, segment, tiles_before)
         tiles_after = tiles_before + segment.end - segment.begin
         merge_tiles = count_merge_tiles(s, segment)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
@@ -36,8 +37,19 @@ class DecodeStatic:
 
     @property
     def part_rows(self) -> int:
-        """Rows of q really loaded and of a part really stored: the group, padded."""
+        """Columns of the products, so rows of q loaded and of a part stored: the group, padded."""
         return 8 if self.group <= 8 else 16
+
+    @property
+    def piece(self) -> int:
+        """Places of a head in one product's result: a multiple of its 64 rows."""
+        rows = parts.WARPGROUP_ROWS
+        return rows if self.head_dim % rows else self.head_dim
+
+    @property
+    def pieces(self) -> list[Any]:
+        """Slices of a head, which make it whole. Two of 96 overlap, and agree where they do."""
+        return [pl.ds(start, self.piece) for start in sorted({0, self.head_dim - self.piece})]
 
     @property
     def part_places(self) -> int:

@@ -23,12 +23,9 @@ WARPGROUP_ROWS = 64  # wgmma's M
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a WGMMA tile
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
-type Softmax = tuple[jax.Array, jax.Array, jax.Array]
-"""Weighted values [rows, head_dim], largest log2 weight so far [rows], sum of weights [rows]."""
-
 
 def compiler_params(*, auto_barriers: bool) -> plgpu.CompilerParams:
-    """Rows are reduced inside a warp, so no scratch between warps is needed.
+    """Warps that reduce across each other bring their own scratch, so the compiler's is small.
 
     Automatic barriers stop a warpgroup round each copy and store. A kernel may leave them out if
     its own waits and commits order all that its warps share.
@@ -66,18 +63,8 @@ def row_iota() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
 
 
-def filled(value: float, columns: int) -> jax.Array:
-    rows = jnp.full((WARPGROUP_ROWS, columns), value, jnp.float32)
-    return plgpu.layout_cast(rows, plgpu.Layout.WGMMA)
-
-
-def filled_rows(value: float) -> jax.Array:
-    return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), ROWS)
-
-
-def empty_softmax(head_dim: int) -> Softmax:
-    acc = filled(0.0, head_dim)
-    return acc, filled_rows(MASKED), filled_rows(0.0)
+def filled(value: float, shape: tuple[int, int]) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def log2_weights(products: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -94,16 +81,6 @@ def raw_logits(products: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, flo
     if spec.scale > 0:
         return products, spec.scale * LOG2_E
     return products * (spec.scale * LOG2_E), 1.0
-
-
-def shrink_softmax(softmax: Softmax, logits: jax.Array) -> tuple[Softmax, jax.Array]:
-    """Take in log2 logits: the softmax on its new scale, and the new weights on that scale."""
-    acc, peak, mass = softmax
-    new_peak = jnp.maximum(peak, logits.max(axis=1))
-    shrink = jnp.exp2(peak - new_peak)
-    weights = jnp.exp2(logits - across_columns(new_peak, logits.shape[1]))
-    acc = acc * across_columns(shrink, acc.shape[1])
-    return (acc, new_peak, mass * shrink + weights.sum(axis=1)), weights
 
 
 def weigh(
@@ -136,14 +113,13 @@ def multiply(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def add_products(acc: jax.Array, *factors: tuple[jax.Array, Any]) -> jax.Array:
-    """acc + a1 @ b1 + a2 @ b2 ..., waited for."""
+def add_product(acc: jax.Array, a: Any, b: Any) -> jax.Array:
+    """acc + a @ b, waited for."""
 
-    def products(acc_ref):
-        for a, b in factors:
-            plgpu.wgmma(acc_ref, a, b)
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, a, b)
 
-    summed: Any = pl.run_state(products)(plgpu.WGMMAAccumulatorRef.init(acc))
+    summed: Any = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
     return summed
 
 

@@ -162,12 +162,13 @@ def _attend(
     smem.q_tiled.at[me][...] = query
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.q_free.at[me])
-    acc, peak, _ = parts.empty_softmax(s.head_dim)
+    acc = parts.filled(0.0, (parts.WARPGROUP_ROWS, s.head_dim))
+    peak = plgpu.layout_cast(jnp.full(acc.shape[0], parts.MASKED, jnp.float32), parts.ROWS)
     first_mass = 0.0
     if s.has_sinks:
         peak = plgpu.load(refs.sinks.at[item.head], layout=parts.ROWS, optimized=False)
         first_mass = 1 / parts.MASS_COLUMNS
-    mass = parts.filled(first_mass, parts.MASS_COLUMNS)
+    mass = parts.filled(first_mass, (acc.shape[0], parts.MASS_COLUMNS))
     carry = _first_tile(s, smem, warpgroup, item, done, (acc, peak, mass))
 
     def step(masked):
@@ -183,7 +184,7 @@ def _attend(
     slot = lax.rem(done + item.tiles - 1, jnp.int32(s.tiles.stages))
     plgpu.barrier_wait(smem.v_full.at[slot])
     _zero_unseen(s, smem.v.at[slot], item, item.first_tile)
-    acc = parts.add_products(acc, (weights, smem.v.at[slot]))
+    acc = parts.add_product(acc, weights, smem.v.at[slot])
     plgpu.barrier_arrive(smem.v_free.at[slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     mass = mass.sum(axis=1)

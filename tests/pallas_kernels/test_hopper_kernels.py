@@ -15,7 +15,11 @@ from jaxpaged.bench import kernels
 from pallas_kernels import tuning
 from pallas_kernels.ragged_attention import kernel_parts as parts
 from pallas_kernels.ragged_attention.decode_kernel import decode_attention
-from pallas_kernels.ragged_attention.decode_plan import MERGE_COST_TILES, plan_decode
+from pallas_kernels.ragged_attention.decode_plan import (
+    MERGE_COST_TILES,
+    DecodeStatic,
+    plan_decode,
+)
 from pallas_kernels.ragged_attention.mixed_plan import MixedStatic, plan_mixed
 from pallas_kernels.ragged_attention.prefill_kernel import mixed_attention
 from pallas_kernels.spec import AttentionSpec
@@ -112,6 +116,27 @@ def test_no_kernel_is_chosen_without_a_hopper_gpu():
     assert tuning.hopper_available() is (jax.devices()[0].platform == "gpu")
 
 
+@pytest.mark.parametrize("head_dim", tuning.HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 8, 9, 16])
+def test_the_decode_kernel_multiplies_whole_heads_in_pieces_of_64_rows(head_dim, group):
+    static = DecodeStatic(
+        seqs=3,
+        kv_heads=2,
+        group=group,
+        head_dim=head_dim,
+        page_size=16,
+        dtype=jnp.bfloat16,
+        has_sinks=False,
+        spec=PLAIN,
+        tiles=tuning.decode_tiles(head_dim, group),
+    )
+    places = [np.arange(p.start, p.start + p.size) for p in static.pieces]
+    assert {len(piece) % parts.WARPGROUP_ROWS for piece in places} == {0}
+    assert set(np.concatenate(places)) == set(range(head_dim))
+    assert static.part_rows % 8 == 0
+    assert group <= static.part_rows < group + 8
+
+
 @pytest.mark.parametrize(
     ("kv_lens", "is_whole"),
     [
@@ -125,7 +150,7 @@ def test_no_kernel_is_chosen_without_a_hopper_gpu():
 )
 @pytest.mark.parametrize("window", [None, 70])
 def test_the_decode_plan_shares_out_every_tile_once(kv_lens, is_whole, window):
-    tiles, workers, kv_heads = tuning.decode_tiles(128), 8, 3
+    tiles, workers, kv_heads = tuning.decode_tiles(128, group=1), 8, 3
     spec = AttentionSpec(0.1, window=window)
     lens = jnp.asarray(kv_lens, jnp.int32)
     plan = np.asarray(plan_decode(lens, kv_heads=kv_heads, workers=workers, spec=spec, tiles=tiles))
