@@ -143,7 +143,7 @@ def kernels(found: Found) -> str | None:
         name = f"sampler, mixed parameters, 256 x 128,256, {logits} logits"
         cells = [number(value) for value in shown]
         rows.append([name, "ms", *cells, percent(line.get("of_roofline"))])
-    columns = ["kernel", "unit", "jaxpaged", "vLLM 0.26", "wanted", "goal", "of roofline"]
+    columns = ["kernel", "unit", "jaxpaged", "FlashAttention 3", "wanted", "goal", "of roofline"]
     return table(columns, rows) if rows else None
 
 

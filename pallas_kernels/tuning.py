@@ -162,7 +162,7 @@ def part_tiles(tokens: int, columns: int, inner: int, dtype: DTypeLike) -> Produ
         or inner < MIN_SPLIT_INNER
     ):
         return None
-    for width in (256, 192, 160, 128):
+    for width in (256, 192, 160, 128, 112):
         units = rows * columns // width * PARTS
         if columns % width == 0 and MIN_FILLED <= units / MULTIPROCESSORS <= 1:
             stage = (PRODUCT_ROWS + width) * PRODUCT_BLOCK * 2

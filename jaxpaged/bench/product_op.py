@@ -40,6 +40,7 @@ SHAPES = (
 PARTS_SHAPES = (
     (256, 4096, 14336, "bfloat16"),
     (224, 5120, 13824, "bfloat16"),
+    (256, 3584, 18944, "bfloat16"),
     (208, 8192, 9280, "float16"),
 )
 TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (128, 256, 512, 1024, 8192), 14336, 4096

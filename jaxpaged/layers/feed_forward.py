@@ -1,11 +1,20 @@
 """The gated feed-forward block."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpaged.config.architecture import Activation, ModelConfig
-from jaxpaged.layers.linear import Addend, linear, linear_of_parts, linear_to_add, weight, zeros
+from jaxpaged.layers.linear import (
+    Addend,
+    linear,
+    linear_of_parts,
+    linear_to_add,
+    nothing_to_add,
+    weight,
+    zeros,
+)
 from pallas_kernels.gated import gated, gated_product, is_one_kernel
 
 
@@ -31,6 +40,12 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "tokens embed"]) -> Addend:
         multiply = linear_of_parts if self.is_normed else linear_to_add
         return multiply(self._gated(x), self.down, self.down_bias)
+
+    def nothing(self, x: Float[Array, "tokens embed"]) -> Addend:
+        """Zeros in the form of what is returned for x."""
+        if self.is_normed or self.down_bias is not None:
+            return jnp.zeros_like(x)
+        return nothing_to_add(x, self.down)
 
     def _gated(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffn"]:
         weight, activation = self.gate_up[...], self.activation

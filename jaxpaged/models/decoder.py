@@ -131,8 +131,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "tokens embed"], Addend, tuple[KVPages, ...]]:
         """The residual, what the last layer adds to it, and the pages with this batch's KV."""
         local = batch if local is None else local
-        # and not None: so, unless sums come in parts, the first layer shares its trace
-        added: Addend = jnp.zeros_like(x)
+        added = self.layers[0].feed_forward.nothing(x)  # so that the first layer shares its trace
         kinds, head_dim = self.config.layer_kinds, self.config.head_dim
         ropes = dict.fromkeys(kind.rope for kind in kinds)
         angles = {rope: rope_angles(batch.positions, head_dim, rope) for rope in ropes}

@@ -121,6 +121,8 @@ def test_the_feed_forward_may_leave_its_sum_in_parts_to_the_norm(post_norms, mon
     for got, whole in zip(run(), wanted, strict=True):
         np.testing.assert_allclose(got, whole, atol=1e-5)
     assert set(calls) == (set() if post_norms else {(3, TINY.ffn)})
+    # a layer's trace and what the first one is given, of both runs
+    assert len(calls) == (0 if post_norms else 1 + 2)
     jax.clear_caches()
 
 
