@@ -59,7 +59,9 @@ class RecordedScheduler:
 
     def add(self, seq: Sequence) -> None:
         self._scheduler.add(seq)
-        request = dataclasses.replace(seq.request, page_hashes=(), prompt_bytes=b"", grammar=None)
+        params = dataclasses.replace(seq.request.params, extra_args=None)
+        left_out = {"page_hashes": (), "prompt_bytes": b"", "grammar": None}
+        request = dataclasses.replace(seq.request, params=params, **left_out)
         fields = {"request": request, "has_grammar": seq.request.grammar is not None}
         self._write("add", seq_id=seq.seq_id, choice=seq.choice, **fields)
 
@@ -163,7 +165,7 @@ class _Player:
         """Apply one event; False for a plan whose hash is not the recorded one."""
         match event["event"]:
             case "add":
-                request = msgspec.convert(event["request"], Request)
+                request = msgspec.convert(event["request"], Request, str_keys=True)
                 if event["has_grammar"]:
                     request = dataclasses.replace(request, grammar=cast("Any", _AnyGrammar()))
                 prompt, seq_id = list(request.prompt_token_ids), event["seq_id"]

@@ -7,6 +7,7 @@ import pytest
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.recording import RecordedScheduler, replay
+from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
 from jaxpaged.errors import ConfigError
 from jaxpaged.replay import main
 from tests.core.fake_device import Loop, make_scheduler, make_sequence
@@ -83,6 +84,24 @@ def test_of_a_grammar_it_is_kept_that_there_is_one(tmp_path):
     loop.run()
     assert replay(file).mismatch is None
     assert file.read_text().count('"has_grammar":true') == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {7: 1.0}},
+        {"structured_outputs": StructuredOutputsParams(json={"type": "object"})},
+        {"reasoning": ReasoningMarks("<think>", "</think>", is_open=True, max_tokens=3)},
+        {"extra_args": {"the caller's own": object()}},
+    ],
+)
+def test_a_request_is_played_again_whatever_it_asks_for(tmp_path, options):
+    file = tmp_path / "run.jsonl"
+    loop = Loop(RecordedScheduler(make_scheduler(), file))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, **options)
+    loop.run([make_sequence(params=params)])
+    found = replay(file)
+    assert (found.mismatch, found.num_plans) == (None, loop.num_steps)
 
 
 def test_a_replay_finds_the_first_plan_that_differs(tmp_path, capsys):
