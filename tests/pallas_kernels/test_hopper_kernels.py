@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.bench import kernels
+from jaxpaged.bench import kernels, product_op
 from pallas_kernels import tuning
 from pallas_kernels.ragged_attention import kernel_parts as parts
 from pallas_kernels.ragged_attention.decode_kernel import decode_attention
@@ -62,6 +62,14 @@ def arguments(tokens, seqs, shape):
 def test_the_decode_kernel_lowers_for_cuda(shape):
     q, k, v, table, kv_lens, _, sinks = arguments(6, 6, shape)
     op = functools.partial(decode_attention, spec=shape[5])
+    assert "mosaic_gpu" in lower_for_cuda(op, q, k, v, table, kv_lens, sinks)
+
+
+def test_a_row_of_fewer_heads_than_the_decode_kernel_loads_lowers_for_cuda():
+    heads, *rest = shape_of(4)
+    q, k, v, table, kv_lens, _, sinks = arguments(1, 1, (heads, *rest))
+    assert heads < 8
+    op = functools.partial(decode_attention, spec=PLAIN)
     assert "mosaic_gpu" in lower_for_cuda(op, q, k, v, table, kv_lens, sinks)
 
 
@@ -223,6 +231,6 @@ def test_a_row_that_sees_nothing_of_its_first_tile_gathers_no_weight(unit):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", kernels.OPS)
 def test_kernels_agree_with_float32_references_on_poisoned_cases(op):
-    lines = kernels.check(op, 15)
+    lines = list(kernels.check(op, 50 if op in product_op.OPS else 15))
     assert sum(line["cases"] for line in lines) >= 200
     assert [line for line in lines if not line["passed"]] == []
