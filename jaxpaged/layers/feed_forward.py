@@ -1,5 +1,6 @@
 """The gated feed-forward block."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -11,7 +12,6 @@ from jaxpaged.layers.linear import (
     linear,
     linear_of_parts,
     linear_to_add,
-    nothing_to_add,
     weight,
     zeros,
 )
@@ -21,8 +21,8 @@ from pallas_kernels.gated import gated, gated_product, is_one_kernel
 class FeedForward(nnx.Module):
     """`down(act(gate(x)) * up(x))`, gate and up being one product.
 
-    What it returns is to be added to the residual, by a norm of the sum: it may come in parts, but
-    for models that norm it before.
+    What it returns is to be added to the residual, by a norm of the sum. So it may come in parts,
+    unless the model norms it first.
 
     Source: Shazeer 2020 (arXiv 2002.05202).
     """
@@ -38,14 +38,17 @@ class FeedForward(nnx.Module):
         self.is_normed = c.post_norms
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Addend:
-        multiply = linear_of_parts if self.is_normed else linear_to_add
-        return multiply(self._gated(x), self.down, self.down_bias)
+        return self._project_down(self._gated(x))
 
     def nothing(self, x: Float[Array, "tokens embed"]) -> Addend:
         """Zeros in the form of what is returned for x."""
-        if self.is_normed or self.down_bias is not None:
-            return jnp.zeros_like(x)
-        return nothing_to_add(x, self.down)
+        inner = jax.ShapeDtypeStruct((len(x), self.down.shape[-1]), x.dtype)
+        form = jax.eval_shape(self._project_down, inner)
+        return jnp.zeros(form.shape, form.dtype)
+
+    def _project_down(self, inner: Float[Array, "tokens ffn"]) -> Addend:
+        multiply = linear_of_parts if self.is_normed else linear_to_add
+        return multiply(inner, self.down, self.down_bias)
 
     def _gated(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffn"]:
         weight, activation = self.gate_up[...], self.activation

@@ -62,13 +62,6 @@ def linear_to_add(
     return linear_of_parts(x, weight, bias)
 
 
-def nothing_to_add(x: Float[Array, "tokens out"], weight: nnx.Param) -> Addend:
-    """Zeros in the form that `linear_to_add` without a bias gives to as many tokens as x has."""
-    inner = jax.ShapeDtypeStruct((len(x), weight.shape[-1]), x.dtype)
-    form = jax.eval_shape(lambda inner: linear_to_add(inner, weight, None), inner)
-    return jnp.zeros(form.shape, form.dtype)
-
-
 def contract_last(
     x: Float[Array, "rows in"], w: Float[Array, "out in"], dtype: DTypeLike
 ) -> Float[Array, "rows out"]:

@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
         if self.embedding is not None:
             x = self.embedding(input_ids(batch, given))
         x, added, pages = self._run_layers(x, batch, kv_pages, local)
-        return x + (whole(added, x) if added.ndim == 3 else added), pages
+        return x + whole(added, x), pages
 
     def _run_layers(
         self,

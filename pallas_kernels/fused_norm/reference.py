@@ -16,10 +16,13 @@ def rms_norm(
 
 
 def whole(
-    parts: Float[Array, "parts padded embed"], like: Float[Array, "rows embed"]
+    x: Float[Array, "rows embed"] | Float[Array, "parts padded embed"],
+    like: Float[Array, "rows embed"],
 ) -> Float[Array, "rows embed"]:
-    """Add the parts up and round the sum to the type of `like`."""
-    return jnp.sum(parts[:, : len(like)], axis=0).astype(like.dtype)
+    """`x` itself, or the sum of its parts, rounded to the type of `like`."""
+    if x.ndim == 2:
+        return x
+    return jnp.sum(x[:, : len(like)], axis=0).astype(like.dtype)
 
 
 def add_rms_norm_reference(
@@ -30,5 +33,5 @@ def add_rms_norm_reference(
     eps: float,
 ) -> tuple[Float[Array, "rows embed"], Float[Array, "rows embed"]]:
     """The definition of `add_rms_norm`."""
-    total = residual + (whole(x, residual) if x.ndim == 3 else x)
+    total = residual + whole(x, residual)
     return rms_norm(total, scale, eps=eps), total

@@ -13,6 +13,7 @@ from jaxpaged.layers.attention import paged_attention
 from jaxpaged.models.decoder import Decoder, init_device_state, input_ids
 from tests.layers.shapes import TINY
 from tests.support.decoding import forward, one_row_batch, poisoned_state
+from tests.support.products import in_two_parts
 
 NEAR, FAR = LayerKind(3, RopeConfig(100.0)), LayerKind(None, RopeConfig(100.0))
 
@@ -105,8 +106,7 @@ def test_the_feed_forward_may_leave_its_sum_in_parts_to_the_norm(post_norms, mon
 
     def in_parts(x, weight):
         calls.append(x.shape)
-        halves = [x[:, part::2] @ weight[:, part::2].T for part in range(2)]
-        return jnp.pad(jnp.stack(halves), ((0, 0), (0, 3), (0, 0)), constant_values=jnp.nan)
+        return in_two_parts(x, weight)
 
     def run():
         model = Decoder(config, lambda q, *_, spec: q, dtype=jnp.float32, rngs=nnx.Rngs(0))
