@@ -79,6 +79,11 @@ _LONG_CHUNKS = {128: MixedTiles(2, 128, 2)}
 _LONG_CHUNK_TOKENS = 256  # a row, on average
 
 
+def is_16_bit(dtype: DTypeLike) -> bool:
+    """Whether it is one of the two floating-point types of 16 bits."""
+    return jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
 def supports(
     *,
     heads: int,
@@ -92,7 +97,7 @@ def supports(
     del spec
     group = heads // kv_heads
     return (
-        jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+        is_16_bit(dtype)
         and head_dim in HEAD_DIMS
         and group <= MAX_GROUP
         # a copy from shared memory starts at a multiple of 128 bytes, at every token's heads
@@ -120,20 +125,24 @@ PRODUCT_ROWS = 128  # a tile's tokens, of two warpgroups
 MIN_PRODUCT_TOKENS, MAX_EMPTY_ROWS = 128, 0.25
 
 
-def supports_product(
+def _fills_tiles(tokens: int, dtype: DTypeLike) -> bool:
+    fills = tokens % 8 == 0 and -tokens % PRODUCT_ROWS <= MAX_EMPTY_ROWS * tokens
+    return fills and is_16_bit(dtype)
+
+
+def supports_gated_product(
     tokens: int, *, ffn: int, embed: int, activation: str, dtype: DTypeLike
 ) -> bool:
     """Whether a gated product is one kernel: it takes these, and is faster than two."""
     return (
-        jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+        _fills_tiles(tokens, dtype)
         and tokens >= MIN_PRODUCT_TOKENS
-        and -tokens % PRODUCT_ROWS <= MAX_EMPTY_ROWS * tokens
-        and tokens % 8 == ffn % PRODUCT_BLOCK == embed % PRODUCT_BLOCK == 0
+        and ffn % PRODUCT_BLOCK == embed % PRODUCT_BLOCK == 0
         and activation in ("silu", "gelu_tanh")
     )
 
 
-def product_tiles(tokens: int, ffn: int) -> ProductTiles:
+def gated_product_tiles(tokens: int, ffn: int) -> ProductTiles:
     """The widest tiles, or narrower ones where fewer are left over in the last round."""
 
     def rounds(columns: int) -> int:
@@ -143,7 +152,8 @@ def product_tiles(tokens: int, ffn: int) -> ProductTiles:
     return ProductTiles(2, PRODUCT_ROWS // 2, columns, stages=4)
 
 
-PARTS, MIN_SPLIT_INNER, MIN_FILLED = 2, 8192, 0.95
+PARTS, MIN_SPLIT_INNER = 2, 8192  # of the contracted axis, where writing two sums pays
+MIN_FILLED = 0.95  # of the multiprocessors
 SHARED_BYTES = 227 * 1024 - 1024  # of a multiprocessor, less what barriers take
 
 
@@ -153,14 +163,9 @@ def part_tiles(tokens: int, columns: int, inner: int, dtype: DTypeLike) -> Produ
     That is so where two tiles of rows, in two parts, fill all multiprocessors once.
     """
     rows = -(-tokens // PRODUCT_ROWS)
-    if (
-        jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-        or rows != 2
-        or -tokens % PRODUCT_ROWS > MAX_EMPTY_ROWS * tokens
-        or tokens % 8
-        or inner % PRODUCT_BLOCK
-        or inner < MIN_SPLIT_INNER
-    ):
+    if not _fills_tiles(tokens, dtype) or rows != 2:
+        return None
+    if inner % PRODUCT_BLOCK or inner < MIN_SPLIT_INNER:
         return None
     for width in (256, 192, 160, 128, 112):
         units = rows * columns // width * PARTS

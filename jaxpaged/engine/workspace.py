@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxpaged.config.architecture import ModelConfig
 from jaxpaged.core.buckets import MAX_SCORED_TOKENS
-from pallas_kernels.tuning import MAX_EMPTY_ROWS, PRODUCT_ROWS, supports_product
+from pallas_kernels.tuning import MAX_EMPTY_ROWS, PRODUCT_ROWS, supports_gated_product
 
 # float32 logits of the sampled rows that a sampler holds beside those it is given, as compiled for
 # Hopper: with edits, and without; where a kernel finds what filters keep, and where XLA searches
@@ -40,7 +40,7 @@ def workspace_bytes(
     def activations(num_tokens: int) -> int:
         sizes = {"ffn": model.ffn, "embed": model.embed, "activation": model.activation}
         by_kernel = gates_in_product and not model.mlp_bias
-        by_kernel = by_kernel and supports_product(num_tokens, dtype=dtype, **sizes)
+        by_kernel = by_kernel and supports_gated_product(num_tokens, dtype=dtype, **sizes)
         gate = (1 if by_kernel else 3) * model.ffn + model.embed
         return num_tokens * dtype.itemsize * max(attention, gate)
 

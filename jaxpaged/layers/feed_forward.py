@@ -15,7 +15,8 @@ from jaxpaged.layers.linear import (
     weight,
     zeros,
 )
-from pallas_kernels.gated import gated, gated_product, is_one_kernel
+from pallas_kernels.gated import gated
+from pallas_kernels.products import gated_product, gates_in_product
 
 
 class FeedForward(nnx.Module):
@@ -52,6 +53,6 @@ class FeedForward(nnx.Module):
 
     def _gated(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffn"]:
         weight, activation = self.gate_up[...], self.activation
-        if self.gate_up_bias is None and is_one_kernel(x, weight, activation=activation):
+        if self.gate_up_bias is None and gates_in_product(x, weight, activation=activation):
             return gated_product(x, weight, activation=activation)
         return gated(linear(x, self.gate_up, self.gate_up_bias), activation=activation)

@@ -19,12 +19,14 @@ from jax.typing import DTypeLike
 from jaxlib.mlir.dialects import gpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import tuning
+from pallas_kernels.mosaic import inline
+
 WARPGROUP = 128  # threads
 WARPS = 4  # of a warpgroup
 MAX_WARPGROUPS = 8
 MAX_VECTORS = 8  # a thread, so that a row stays in registers
 MAX_VECTOR = 8  # values of an access: 16 bytes
-_inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def norm_tiles(embed: int) -> NormTiles:
 def supports(embed: int, dtype: DTypeLike) -> bool:
     """Whether the kernel takes rows of this width and type."""
     return (
-        jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+        tuning.is_16_bit(dtype)
         and embed % WARPGROUP == 0
         and norm_tiles(embed).vectors <= MAX_VECTORS
     )
@@ -63,7 +65,7 @@ def _sum_over_program(x: jax.Array, layout: Any, parts: Any) -> jax.Array:
     would share its scratch memory.
     """
 
-    @_inline(
+    @inline(
         arg_types=(layout, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )
@@ -127,7 +129,7 @@ def add_rms_norm_kernel(
     *,
     eps: float,
 ) -> tuple[Float[Array, "rows embed"], Float[Array, "rows embed"]]:
-    """The op's contract for 2-byte types and an `embed` that `tuning` has tiles for."""
+    """The op's contract for what `supports` allows."""
     rows, embed = residual.shape
     tiles = norm_tiles(embed)
 

@@ -1,4 +1,4 @@
-"""The product of an activated gate and its partner, of given ones or of weights by tokens."""
+"""The product of an activated gate and its partner; `products` makes both as well."""
 
 import jax
 from jaxtyping import Array, Float
@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import checks
 from pallas_kernels.gated.reference import gated_reference
 
-__all__ = ["gated", "gated_product", "gated_reference", "is_one_kernel"]
+__all__ = ["gated", "gated_reference"]
 
 _OP = "gated"
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -47,47 +47,3 @@ def gated(both: Float[Array, "rows both"], *, activation: str) -> Float[Array, "
             if kernel.supports(sizes["both"] // 2, activation, both.dtype):
                 return kernel.gated_kernel(both, activation=activation)
     return gated_reference(both, activation=activation)
-
-
-def is_one_kernel(
-    x: Float[Array, "tokens embed"], weight: Float[Array, "two ffn embed"], *, activation: str
-) -> bool:
-    """Whether `gated_product` takes these here; else a product and `gated` are the way."""
-    if jax.default_backend() != "gpu":
-        return False
-    from pallas_kernels import tuning
-
-    (tokens, embed), ffn = x.shape, weight.shape[1]
-    return tuning.hopper_available() and tuning.supports_product(
-        tokens, ffn=ffn, embed=embed, activation=activation, dtype=x.dtype
-    )
-
-
-def gated_product(
-    x: Float[Array, "tokens embed"], weight: Float[Array, "two ffn embed"], *, activation: str
-) -> Float[Array, "tokens ffn"]:
-    """Return `act(x @ weight[0].T) * (x @ weight[1].T)`, for what `is_one_kernel` allows.
-
-    Args:
-        activation: "silu" or "gelu_tanh".
-
-    Returns:
-        In the type of `x`; the sums and the activation are float32, so that it is rounded once.
-
-    Raises:
-        KernelArgumentError: shapes or types that do not fit; while tracing.
-
-    Cost: 4 * tokens * embed * ffn operations; the products themselves are never written.
-    Source: Shazeer 2020 (arXiv 2002.05202).
-    """
-    shapes = {"x": (x, ("tokens", "embed")), "weight": (weight, ("two", "ffn", "embed"))}
-    sizes = checks.check_shapes("gated_product", shapes)
-    checks.check_dtype("gated_product", "weight", weight, (x.dtype,))
-    if sizes["two"] != 2 or not is_one_kernel(x, weight, activation=activation):
-        raise checks.KernelArgumentError(
-            f"gated_product: {sizes} with {activation!r} is not for the kernel here; "
-            "ask is_one_kernel first"
-        )
-    from pallas_kernels.products.kernel import gated_product_kernel
-
-    return gated_product_kernel(x, weight, activation=activation)

@@ -15,19 +15,17 @@ from jax.extend.mlir.dialects import arith, vector
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import tuning
+from pallas_kernels.mosaic import inline
+
 VECTOR = 8  # values of an access: 16 bytes
 THREADS = 128  # a program
 MANY_VECTORS = 4096 * THREADS  # with more than these, a thread takes two
-_inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 def supports(ffn: int, activation: str, dtype: DTypeLike) -> bool:
     """Whether the kernel takes rows of this width, activation and type."""
-    return (
-        jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-        and ffn % VECTOR == 0
-        and activation in ("silu", "gelu_tanh")
-    )
+    return tuning.is_16_bit(dtype) and ffn % VECTOR == 0 and activation in ("silu", "gelu_tanh")
 
 
 def _places(program: Any, vectors: int, row_vectors: int, total: int) -> list[tuple[Any, Any]]:
@@ -52,7 +50,7 @@ def _gated(both: Any, out: Any, *, vectors: int, activation: str) -> None:
     scalar = plgpu.Layout.WG_SPLAT(())
     loaded = plgpu.ShapeDtypeStruct((width,), both.dtype, layout=layout)
 
-    @_inline(arg_types=(plgpu.RefType(), scalar), return_type=(loaded, loaded))
+    @inline(arg_types=(plgpu.RefType(), scalar), return_type=(loaded, loaded))
     def load(_, both, program):
         kind = ir.VectorType.get((VECTOR,), both.type.element_type)
         places = _places(program.registers.item(), vectors, row_vectors, total)
@@ -68,7 +66,7 @@ def _gated(both: Any, out: Any, *, vectors: int, activation: str) -> None:
 
         return half(0), half(ffn)
 
-    @_inline(arg_types=(plgpu.RefType(), layout, scalar))
+    @inline(arg_types=(plgpu.RefType(), layout, scalar))
     def store(_, out, values, program):
         places = _places(program.registers.item(), vectors, row_vectors, total)
         for register, place in zip(values.registers.flat, places, strict=True):

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.ragged_attention.kernel_parts import tiled
+from pallas_kernels.mosaic import tiled
 
 GROUP_ROWS = 2048  # tokens whose tiles are walked together, so that they stay in the L2 cache
 
@@ -249,10 +249,10 @@ def _call(static: _Static, name: str, x: jax.Array, weight: jax.Array, out_type:
 def gated_product_kernel(
     x: Float[Array, "tokens embed"], weight: Float[Array, "two ffn embed"], *, activation: str
 ) -> Float[Array, "tokens ffn"]:
-    """The op's contract for what `tuning.supports_product` allows."""
+    """The op's contract for what `tuning.supports_gated_product` allows."""
     tokens, embed = x.shape
     ffn = weight.shape[1]
-    tiles = tuning.product_tiles(tokens, ffn)
+    tiles = tuning.gated_product_tiles(tokens, ffn)
     static = _Static(tokens, ffn, embed, x.dtype, activation, tiles)
     out_type = jax.ShapeDtypeStruct((tokens, ffn), x.dtype)
     return _call(static, "gated_product", x, weight, out_type)

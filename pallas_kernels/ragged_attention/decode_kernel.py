@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import tuning
+from pallas_kernels.mosaic import tiled
 from pallas_kernels.ragged_attention import kernel_parts as parts
 from pallas_kernels.ragged_attention.decode_load import DecodeRefs, DecodeScratch, load_decode
 from pallas_kernels.ragged_attention.decode_plan import (
@@ -241,16 +242,16 @@ def _zero_padding_rows(static: DecodeStatic, refs: Any, smem: Any, worker: jax.A
 
 def _scratch_types(static: DecodeStatic) -> list[Any]:
     s, t = static, static.tiles
-    tiled = parts.tiled(s.head_dim)
+    transforms = tiled(s.head_dim)
     copies, _ = parts.copies_of_tile(t.block_kv, s.page_size)
     pieces = plgpu.SMEM((t.pairs, len(s.pieces), s.part_rows, s.piece), s.dtype)
     weights = (2 * t.pairs, s.part_rows, t.block_kv)
     return [
         pieces,
-        plgpu.SMEM((t.pairs, s.part_rows, s.head_dim), s.dtype, transforms=tiled),
-        plgpu.SMEM((t.pairs * t.k_stages, t.block_kv, s.head_dim), s.dtype, transforms=tiled),
-        plgpu.SMEM((t.pairs * t.v_stages, t.block_kv, s.head_dim), s.dtype, transforms=tiled),
-        plgpu.SMEM(weights, s.dtype, transforms=tiled),  # as V has: the products ask for it
+        plgpu.SMEM((t.pairs, s.part_rows, s.head_dim), s.dtype, transforms=transforms),
+        plgpu.SMEM((t.pairs * t.k_stages, t.block_kv, s.head_dim), s.dtype, transforms=transforms),
+        plgpu.SMEM((t.pairs * t.v_stages, t.block_kv, s.head_dim), s.dtype, transforms=transforms),
+        plgpu.SMEM(weights, s.dtype, transforms=transforms),  # as V has: the products ask for it
         plgpu.SMEM((t.pairs, scratch_size(s)), jnp.float32),
         pieces,
         plgpu.SMEM((2 * t.pairs, t.block_kv), jnp.float32),

@@ -7,6 +7,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic import inline
 from pallas_kernels.ragged_attention import kernel_parts as parts
 from pallas_kernels.ragged_attention.decode_plan import DecodeStatic
 
@@ -16,8 +17,6 @@ type Pieces = tuple[jax.Array, ...]
 type Softmax = tuple[Pieces, jax.Array, jax.Array]
 """Weighted values; largest log2 weight so far [part_rows]; weights [block_kv, part_rows], summed
 over the tiles but not yet over a tile's tokens, which other threads and warps hold."""
-
-_inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 def turned(ref: Any) -> Any:
@@ -81,7 +80,7 @@ def _reduced(x: jax.Array, op: str, scratch: Any) -> jax.Array:
     """f32[rows, columns] -> [columns]. The compiler's own scratch is shared by all warpgroups."""
     result = plgpu.ShapeDtypeStruct((x.shape[1],), jnp.float32, layout=parts.COLUMNS)
 
-    @_inline(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)
+    @inline(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)
     def reduced(_, x, scratch):
         return x.reduce(op, 0, scratch)
 

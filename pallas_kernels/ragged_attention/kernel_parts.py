@@ -186,11 +186,3 @@ def sink_rows(sinks: jax.Array | None, kv_heads: int, group: int) -> list[jax.Ar
 def fill_sinks(has_sinks: bool, refs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The rest of a kernel's arrays, from sinks on, with None where sinks would be."""
     return refs if has_sinks else (None, *refs)
-
-
-def tiled(head_dim: int) -> tuple[Any, ...]:
-    """Transforms of a shared-memory array whose tiles the tensor cores read."""
-    width = math.gcd(head_dim * 2, 128)  # bytes of a swizzled row: the largest that divides
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    return tiling((8, width // 2)), swizzle(width)

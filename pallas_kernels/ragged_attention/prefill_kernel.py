@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import tuning
+from pallas_kernels.mosaic import tiled
 from pallas_kernels.ragged_attention import kernel_parts as parts
 from pallas_kernels.ragged_attention.mixed_load import MixedRefs, MixedScratch, load_mixed
 from pallas_kernels.ragged_attention.mixed_plan import (
@@ -271,7 +272,7 @@ def _zero_padding(
 
 def _scratch_types(static: MixedStatic) -> list[Any]:
     s, t = static, static.tiles
-    tiled = parts.tiled(s.head_dim)
+    transforms = tiled(s.head_dim)
     copies, _ = parts.copies_of_tile(t.block_kv // 2, s.page_size)
     rows, ring = (
         (t.warpgroups, parts.WARPGROUP_ROWS, s.head_dim),
@@ -284,9 +285,9 @@ def _scratch_types(static: MixedStatic) -> list[Any]:
     query = plgpu.Barrier(num_arrivals=query_copies, num_barriers=t.warpgroups)
     return [
         plgpu.SMEM(rows, s.dtype),
-        plgpu.SMEM(rows, s.dtype, transforms=tiled),
-        plgpu.SMEM(ring, s.dtype, transforms=tiled),
-        plgpu.SMEM(ring, s.dtype, transforms=tiled),
+        plgpu.SMEM(rows, s.dtype, transforms=transforms),
+        plgpu.SMEM(ring, s.dtype, transforms=transforms),
+        plgpu.SMEM(ring, s.dtype, transforms=transforms),
         plgpu.SMEM(rows, s.dtype),
         *(query, query_free, full, free, full, free),
     ]

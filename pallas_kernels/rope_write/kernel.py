@@ -20,6 +20,8 @@ from jax.extend.mlir.dialects import arith, memref, vector
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import tuning
+from pallas_kernels.mosaic import inline
 from pallas_kernels.rope_write.reference import HeadNorms
 
 VECTOR = 8  # values of an access: 16 bytes
@@ -28,14 +30,13 @@ WARP = 32
 WIDTH = VECTOR * THREADS  # values of a program's array: a vector a thread
 LAYOUT = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=VECTOR)
 SCALAR = plgpu.Layout.WG_SPLAT(())
-_inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 def supports(head_dim: int, has_norms: bool, dtype: DTypeLike) -> bool:
     """Whether the kernel takes heads of this width and type."""
     lanes, rest = divmod(head_dim, 2 * VECTOR)
     return (
-        jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+        tuning.is_16_bit(dtype)
         and rest == 0
         and (not has_norms or (lanes <= WARP and lanes & (lanes - 1) == 0))
     )
@@ -110,7 +111,7 @@ def _load(static: _Static, qkv: Any, cos: Any, sin: Any, program: jax.Array) -> 
     """First and second half of each pair, in qkv's type, then cosines and sines."""
     ref = plgpu.RefType()
 
-    @_inline(
+    @inline(
         arg_types=(ref, ref, ref, SCALAR),
         return_type=[_values(qkv.dtype)] * 2 + [_values(jnp.float32)] * 2,
     )
@@ -132,7 +133,7 @@ def _load(static: _Static, qkv: Any, cos: Any, sin: Any, program: jax.Array) -> 
 def _load_bias(static: _Static, bias: Any, program: jax.Array) -> list[jax.Array]:
     """The bias of first and second half of this thread's pairs, in qkv's type."""
 
-    @_inline(arg_types=(plgpu.RefType(), SCALAR), return_type=[_values(bias.dtype)] * 2)
+    @inline(arg_types=(plgpu.RefType(), SCALAR), return_type=[_values(bias.dtype)] * 2)
     def load(_, bias, program):
         place = _place(static, program.registers.item())
         kind = ir.VectorType.get((VECTOR,), bias.type.element_type)
@@ -149,7 +150,7 @@ def _load_factors(
     """The head norm's factors for this thread's pairs."""
     ref = plgpu.RefType()
 
-    @_inline(arg_types=(ref, ref, SCALAR), return_type=[_values(jnp.float32), _values(jnp.float32)])
+    @inline(arg_types=(ref, ref, SCALAR), return_type=[_values(jnp.float32), _values(jnp.float32)])
     def load(_, q_factor, k_factor, program):
         place = _place(static, program.registers.item())
         wide = ir.VectorType.get((VECTOR,), ir.F32Type.get())
@@ -167,7 +168,7 @@ def _load_factors(
 def _sum_over_head(static: _Static, x: jax.Array) -> jax.Array:
     """The sum of a head's values, in each element of the result."""
 
-    @_inline(arg_types=(LAYOUT,), return_type=_values(jnp.float32))
+    @inline(arg_types=(LAYOUT,), return_type=_values(jnp.float32))
     def summed(_, x):
         f32 = ir.F32Type.get()
         total = vector.reduction(f32, vector.CombiningKind.ADD, x.registers.item())
@@ -190,7 +191,7 @@ def _store(
     """Store turned queries and keys and plain values; `refs` are slots, q, k_pages, v_pages."""
     s, ref = static, plgpu.RefType()
 
-    @_inline(arg_types=(*[ref] * 4, *[LAYOUT] * 4, SCALAR))
+    @inline(arg_types=(*[ref] * 4, *[LAYOUT] * 4, SCALAR))
     def store(_, slots, q, k_pages, v_pages, *values_and_program):
         *values, program = (x.registers.item() for x in values_and_program)
         plain, turned = values[:2], values[2:]

@@ -19,6 +19,7 @@ from jax.extend.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import gpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.mosaic import inline
 from pallas_kernels.sampling import row_search
 from pallas_kernels.sampling.kernel_look import REDUCED, look_at
 from pallas_kernels.sampling.kernel_parts import (
@@ -32,7 +33,6 @@ from pallas_kernels.sampling.kernel_parts import (
     compared,
     f32,
     i32,
-    inline,
     loop,
     register_of,
     scalar_of,

@@ -15,6 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf, vector
 from jaxlib.mlir.dialects import gpu, llvm
 
+from pallas_kernels.mosaic import inline
 from pallas_kernels.sampling.kernel_parts import (
     SCALAR,
     WARP,
@@ -25,7 +26,6 @@ from pallas_kernels.sampling.kernel_parts import (
     compared,
     f32,
     i32,
-    inline,
     loop,
     register_of,
     scalar_of,

@@ -15,7 +15,6 @@ from pallas_kernels.tuning import SearchTiles
 WARPGROUP, WARP = 128, 32  # threads
 SAMPLE = 256  # logits of a row that are ranked first
 SCALAR = plgpu.Layout.WG_SPLAT(())
-inline: Any = plgpu.inline_mgpu  # what it returns takes no context, which type checkers miss
 
 
 @dataclass(frozen=True)

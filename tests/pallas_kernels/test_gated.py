@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.checks import KernelArgumentError
-from pallas_kernels.gated import gated, gated_product, is_one_kernel
-from tests.support.cuda_target import KERNEL, hopper_target, lower_for_hopper, struct
+from pallas_kernels.gated import gated
+from tests.support.cuda_target import KERNEL, lower_for_hopper, struct
 
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -53,46 +53,3 @@ def test_an_odd_width_is_refused():
 def test_an_unknown_activation_is_refused():
     with pytest.raises(KernelArgumentError, match="'relu', allowed: silu, gelu, gelu_tanh"):
         gated(jnp.zeros((2, 8)), activation="relu")
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(
-    ("tokens", "ffn", "embed", "dtype"),
-    [
-        (128, 18944, 3584, "bfloat16"),
-        (224, 13824, 5120, "bfloat16"),
-        (256, 14336, 4096, "bfloat16"),
-        (1160, 18944, 3584, "bfloat16"),
-        (520, 64, 64, "float16"),
-    ],
-)
-def test_the_product_is_one_kernel_on_hopper(tokens, ffn, embed, dtype, activation):
-    x, weight = struct(tokens, embed, dtype=dtype), struct(2, ffn, embed, dtype=dtype)
-    text = lower_for_hopper(partial(gated_product, activation=activation), x, weight)
-    assert text.count(KERNEL) == 1
-    assert "dot_general" not in text
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ffn", "embed", "activation", "dtype"),
-    [
-        (120, 128, 64, "silu", jnp.bfloat16),  # few tokens
-        (192, 128, 64, "silu", jnp.bfloat16),  # a quarter of the tiles' rows would be empty
-        (516, 128, 64, "silu", jnp.bfloat16),
-        (512, 96, 64, "silu", jnp.bfloat16),
-        (512, 128, 96, "silu", jnp.bfloat16),
-        (512, 128, 64, "gelu", jnp.bfloat16),
-        (512, 128, 64, "silu", jnp.float32),
-    ],
-)
-def test_other_products_are_not_one_kernel(tokens, ffn, embed, activation, dtype):
-    x, weight = struct(tokens, embed, dtype=dtype), struct(2, ffn, embed, dtype=dtype)
-    with hopper_target():
-        assert is_one_kernel(struct(512, 64), struct(2, 128, 64), activation="silu")
-        assert not is_one_kernel(x, weight, activation=activation)
-        with pytest.raises(KernelArgumentError, match="ask is_one_kernel first"):
-            gated_product(x, weight, activation=activation)
-
-
-def test_without_a_hopper_gpu_there_is_no_kernel_for_the_product():
-    assert not is_one_kernel(struct(512, 64), struct(2, 128, 64), activation="silu")

@@ -1,10 +1,60 @@
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.checks import KernelArgumentError
-from pallas_kernels.products import goes_in_parts, product_in_parts
+from pallas_kernels.products import (
+    gated_product,
+    gates_in_product,
+    goes_in_parts,
+    product_in_parts,
+)
 from tests.support.cuda_target import KERNEL, hopper_target, lower_for_hopper, struct
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("tokens", "ffn", "embed", "dtype"),
+    [
+        (128, 18944, 3584, "bfloat16"),
+        (224, 13824, 5120, "bfloat16"),
+        (256, 14336, 4096, "bfloat16"),
+        (1160, 18944, 3584, "bfloat16"),
+        (520, 64, 64, "float16"),
+    ],
+)
+def test_on_hopper_a_gated_product_is_one_kernel(tokens, ffn, embed, dtype, activation):
+    x, weight = struct(tokens, embed, dtype=dtype), struct(2, ffn, embed, dtype=dtype)
+    text = lower_for_hopper(partial(gated_product, activation=activation), x, weight)
+    assert text.count(KERNEL) == 1
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ffn", "embed", "activation", "dtype"),
+    [
+        (120, 128, 64, "silu", jnp.bfloat16),  # few tokens
+        (192, 128, 64, "silu", jnp.bfloat16),  # a quarter of the tiles' rows would be empty
+        (516, 128, 64, "silu", jnp.bfloat16),
+        (512, 96, 64, "silu", jnp.bfloat16),
+        (512, 128, 96, "silu", jnp.bfloat16),
+        (512, 128, 64, "gelu", jnp.bfloat16),
+        (512, 128, 64, "silu", jnp.float32),
+    ],
+)
+def test_other_gated_products_are_left_to_the_library(tokens, ffn, embed, activation, dtype):
+    x, weight = struct(tokens, embed, dtype=dtype), struct(2, ffn, embed, dtype=dtype)
+    with hopper_target():
+        assert gates_in_product(struct(512, 64), struct(2, 128, 64), activation="silu")
+        assert not gates_in_product(x, weight, activation=activation)
+        with pytest.raises(KernelArgumentError, match="ask gates_in_product first"):
+            gated_product(x, weight, activation=activation)
+
+
+def test_nothing_gates_in_a_product_without_a_hopper_gpu():
+    assert not gates_in_product(struct(512, 64), struct(2, 128, 64), activation="silu")
 
 
 @pytest.mark.parametrize(
@@ -17,7 +67,7 @@ from tests.support.cuda_target import KERNEL, hopper_target, lower_for_hopper, s
         (256, 4096, 8256, "bfloat16"),  # the second part is shorter
     ],
 )
-def test_on_hopper_it_is_one_kernel_and_no_sum(tokens, columns, inner, dtype):
+def test_on_hopper_a_product_in_parts_is_one_kernel_and_no_sum(tokens, columns, inner, dtype):
     text = lower_for_hopper(
         product_in_parts, struct(tokens, inner, dtype=dtype), struct(columns, inner, dtype=dtype)
     )
