@@ -1,18 +1,19 @@
-"""Products with kernels of their own: checked against float32 references, and timed beside others.
+"""Products with kernels of their own: checked against float32, and timed beside the library's.
 
 The gated product beside a product and the activation; the product in parts, which the norm adds up,
-beside the library's and the norm. Rows of NaN stand where a batch has padding: none may reach a row
+beside a product and the norm. Rows of NaN stand where a batch has padding: none may reach a row
 that counts.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.bench.attention_check import worst
 from jaxpaged.bench.roofline import Ceilings
 from jaxpaged.bench.small_ops import EPS, check_shapes, device_cost, error, random_padding
 from jaxpaged.layers.linear import contract_last
@@ -57,23 +58,35 @@ def check(op: str, cases: int) -> Iterator[dict[str, Any]]:
 def time_op(op: str, ceilings: Ceilings | None) -> list[dict[str, Any]]:
     """Microseconds on the device of a call in the shape of llama3-8b, and operations a second."""
     lines = []
-    for tokens in TIMED_TOKENS if op == GATED else (256,):
-        x, weight = _inputs(0, tokens, TIMED_FFN, TIMED_EMBED, "bfloat16")
-        inputs = [(x + i, jnp.roll(weight, 8 * i, 1)) for i in range(COPIES)]
-        flops = 4 * tokens * TIMED_FFN * TIMED_EMBED
-        ways = [functools.partial(way, activation="silu") for way in (_kernel, _two_kernels)]
-        if op == PARTS:
-            flops //= 2
-            inputs = [_parts_inputs(i, *PARTS_SHAPES[0]) for i in range(COPIES)]
-            ways = [_parts_then_norm, _library_then_norm]
+    for rows, flops, inputs, ways in _timed_parts() if op == PARTS else _timed_gated():
         for name, function in zip(("kernel", "library"), ways, strict=True):
             us, _ = device_cost(function, inputs)
-            line: dict[str, Any] = {"op": op, "rows": tokens, "by": name, "us": round(us, 2)}
+            line: dict[str, Any] = {"op": op, "rows": rows, "by": name, "us": round(us, 2)}
             line["TFLOP/s"] = round(flops / us / 1e6, 1)
             if ceilings is not None:
                 line["of_roofline"] = round(1e6 * flops / us / ceilings.flops_per_s, 3)
             lines.append(line)
     return lines
+
+
+type Timed = tuple[int, int, list[tuple[Any, ...]], list[Callable[..., Any]]]
+"""Rows, operations, arguments of several calls, and the kernel's and the library's way."""
+
+
+def _timed_gated() -> Iterator[Timed]:
+    ways: list[Callable[..., Any]] = [
+        functools.partial(way, activation="silu") for way in (_kernel, _two_kernels)
+    ]
+    for tokens in TIMED_TOKENS:
+        x, weight = _inputs(0, tokens, TIMED_FFN, TIMED_EMBED, "bfloat16")
+        inputs = [(x + i, jnp.roll(weight, 8 * i, 1)) for i in range(COPIES)]
+        yield tokens, 4 * tokens * TIMED_FFN * TIMED_EMBED, inputs, ways
+
+
+def _timed_parts() -> Iterator[Timed]:
+    tokens, columns, inner, _ = PARTS_SHAPES[0]
+    inputs = [_parts_inputs(i, *PARTS_SHAPES[0]) for i in range(COPIES)]
+    yield tokens, 2 * tokens * columns * inner, inputs, [_parts_then_norm, _library_then_norm]
 
 
 _kernel = jax.jit(gated_product_kernel, static_argnames="activation")
@@ -150,8 +163,5 @@ def _error_of_parts(seed: int, tokens: int, columns: int, inner: int, dtype: str
     normed, total = _parts_then_norm(x, weight, residual, scale)
     wide = total.astype(jnp.float32)
     wanted, _ = add_rms_norm_reference(jnp.zeros_like(wide), wide, scale, eps=EPS)
-    errors = (
-        error(total, _exact_sum(x, weight, residual), ~padding),
-        error(normed, wanted, ~padding),
-    )
-    return max(errors, key=lambda one: (one != one, one))
+    exact = _exact_sum(x, weight, residual)
+    return worst([error(total, exact, ~padding), error(normed, wanted, ~padding)])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.bench.attention_check import verdict
+from jaxpaged.bench.attention_check import verdict, worst
 from jaxpaged.bench.attention_times import L2_BYTES
 from jaxpaged.bench.kernel_times import kernel_times
 from jaxpaged.bench.roofline import Ceilings
@@ -246,4 +246,4 @@ def _rope_error(seed: int, *shape: Any) -> float:
         heads_written = int(jnp.sum(~jnp.isnan(pool[1:]).all(axis=-1)))  # the null page may be
         if heads_written != len(written) * kv_heads:
             errors.append(float("inf"))
-    return max(errors, key=lambda error: (error != error, error))
+    return worst(errors)
