@@ -137,6 +137,7 @@ def for_each_segment(
     visit: Callable,
     carry: Any,
 ) -> Any:
+    """`carry = visit(segment, carry)` for each segment of the worker, along the line; the last."""
     workers, block = static.workers, jnp.int32(static.tiles.block_kv)
     share, begin, end = plan_ref[0], plan_ref[1 + worker], plan_ref[2 + worker]
     first_row, last_row = plan_ref[2 + workers + worker], plan_ref[2 + 2 * workers + worker]
