@@ -89,6 +89,8 @@ def test_on_hopper_a_product_in_parts_is_one_kernel_and_no_sum(tokens, columns, 
         (250, 4096, 14336, "bfloat16"),
         (256, 3072, 18944, "bfloat16"),  # tiles of no width fill the multiprocessors
         (256, 4096, 4096, "bfloat16"),  # short sums
+        (256, 4096, 14368, "bfloat16"),  # half a block over
+        (256, 16384, 14336, "bfloat16"),  # more tiles than multiprocessors
         (256, 4096, 14336, "float32"),
     ],
 )
