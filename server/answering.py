@@ -1,6 +1,5 @@
 """From an admitted request to its answer: one JSON object, or a stream of chunks."""
 
-import logging
 from contextlib import aclosing
 from functools import partial
 from typing import Protocol
@@ -16,8 +15,6 @@ from server.direct import stream_directly
 from server.errors import error_body, log_refusal
 from server.sse import DONE, EventStream
 from server.state import ServerState
-
-log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -64,16 +61,16 @@ async def stream_outputs(
                 events = await off_the_loop(output, partial(writer.events, number, output))
                 await stream.send(events)
             await stream.send(writer.last())
-        except ConnectionError as error:
-            log.info("%s: %s", request.path, error)
-            return stream.response
+        except ConnectionError:
+            raise
         except Exception as error:
             if not stream.is_started:
                 raise  # while there is a status to tell it with
             log_refusal(request, error)
             await stream.start()
             await stream.send(writer.failure(error))
-        return await stream.finish(writer.tail)
+        await stream.finish(writer.tail)
+    return stream.response
 
 
 class _Chunks:

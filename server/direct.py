@@ -6,7 +6,6 @@ stops reading, or something fails.
 """
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
@@ -21,8 +20,6 @@ from jaxpaged.openai.streams import run_all
 from server.errors import error_body, log_refusal
 from server.sse import EventStream
 from server.state import ServerState
-
-log = logging.getLogger(__name__)
 
 
 class DirectStream:
@@ -142,36 +139,29 @@ async def stream_directly(
             if stream.error is not None and not events.is_started:
                 raise stream.error  # while there is a status to tell it with
             await events.start()
-            return await _run(request, job, stream, events, sinks)
+            await _run(request, stream, events, sinks)
+        return events.response
     finally:
         for request_id, sink in submitted:
             engine.release(request_id, is_finished=sink.num_open == 0)
 
 
 async def _run(
-    request: web.Request,
-    job: Job,
-    stream: DirectStream,
-    events: EventStream,
-    sinks: list[_PromptSink],
-) -> web.StreamResponse:
-    try:
-        while True:
-            stream.woken.clear()
-            stream.resume()
-            if stream.must_wait:
-                await events.wait_for_reader()
-                continue
-            if stream.is_done or stream.error is not None:
-                break
-            await stream.woken.wait()
-        if stream.error is not None:
-            log_refusal(request, stream.error)
-            await events.send(b"data: " + error_body(stream.error) + b"\n\n")
-        else:
-            stream.usage.cached_tokens = sum(sink.num_cached_tokens for sink in sinks)
-            await events.send(stream.last())
-        return await events.finish()
-    except ConnectionError as error:
-        log.info("%s: %s", job.envelope.answer_id, error)
-        return events.response
+    request: web.Request, stream: DirectStream, events: EventStream, sinks: list[_PromptSink]
+) -> None:
+    while True:
+        stream.woken.clear()
+        stream.resume()
+        if stream.must_wait:
+            await events.wait_for_reader()
+            continue
+        if stream.is_done or stream.error is not None:
+            break
+        await stream.woken.wait()
+    if stream.error is not None:
+        log_refusal(request, stream.error)
+        await events.send(b"data: " + error_body(stream.error) + b"\n\n")
+    else:
+        stream.usage.cached_tokens = sum(sink.num_cached_tokens for sink in sinks)
+        await events.send(stream.last())
+    await events.finish()

@@ -154,11 +154,12 @@ async def delete(request: web.Request) -> web.Response:
 
 async def _follow(request: web.Request, stored: StoredResponse, after: int) -> web.StreamResponse:
     stream = EventStream(request, request.app[SERVER].limits)
-    await stream.start()
     with stream.kept_alive():
+        await stream.start()
         async for events in stored.follow(after):
             await stream.send(_events(events))
-        return await stream.finish(b"")
+        await stream.finish(b"")
+    return stream.response
 
 
 def _after(request: web.Request) -> int:

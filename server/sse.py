@@ -5,6 +5,7 @@ second, what an HTTP library does around each write would cost more than the mod
 """
 
 import asyncio
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
@@ -12,6 +13,7 @@ from aiohttp import web
 
 from server.state import ServerLimits
 
+log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: no event for clients, but bytes for proxies
 HIGH_WATER = 256 * 1024  # bytes unsent before a stream waits for its reader
@@ -56,15 +58,22 @@ class EventStream:
 
     @contextmanager
     def kept_alive(self) -> Generator[None]:
-        """Meanwhile a comment is sent where nothing was for --sse-keep-alive-interval."""
-        if not self._keep_alive_s:
-            yield
-            return
-        task = asyncio.create_task(self._keep_alive(self._keep_alive_s / 2))
+        """Meanwhile a comment is sent where nothing was for --sse-keep-alive-interval.
+
+        Ends quietly where the client of a stream that has begun is gone.
+        """
+        task = None
+        if self._keep_alive_s:
+            task = asyncio.create_task(self._keep_alive(self._keep_alive_s / 2))
         try:
             yield
+        except ConnectionError as error:
+            if not self.is_started:
+                raise
+            log.info("%s: %s", self._request.path, error)
         finally:
-            task.cancel()
+            if task is not None:
+                task.cancel()
 
     async def _keep_alive(self, half_s: float) -> None:
         with suppress(ConnectionError):  # the client has gone: the handler learns it itself
@@ -99,10 +108,10 @@ class EventStream:
         if not self.write(events):
             await self.wait_for_reader()
 
-    async def finish(self, tail: bytes = DONE) -> web.StreamResponse:
+    async def finish(self, tail: bytes = DONE) -> None:
+        """End the body. Raises as `send` does."""
         await self.send(tail)
         await self.response.write_eof()
-        return self.response
 
     async def wait_for_reader(self) -> None:
         """Wait until most of what was written is sent. Raises as `send` does."""

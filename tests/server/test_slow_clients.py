@@ -7,9 +7,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from server.deadlines import Connections, TimedConnection
+from server.sse import DONE, EventStream
 from server.state import ServerLimits
 from tests.server.conftest import COMPLETIONS, Running
 from tests.server.test_protocol import until
@@ -50,6 +52,35 @@ async def test_a_whole_answer_that_nobody_reads_is_given_up(start):
     await until(lambda: num_open(server) == 0, 60.0)
     assert (await server.post(ASK)).text == "DEF"
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "ABC"}),
+        (COMPLETIONS, {"prompt": "ABC", "logprobs": 1}),
+        ("/v1/messages", {"model": "S", "messages": [{"role": "user", "content": "ABC"}]}),
+        ("/v1/responses", {"model": "S", "input": "ABC"}),
+        ("/v1/responses", {"model": "S", "input": "ABC", "background": True}),
+    ],
+)
+async def test_who_leaves_as_a_stream_ends_is_no_failure(server, monkeypatch, caplog, path, body):
+    """The connection is closing, and the handler is not cancelled yet."""
+    caplog.set_level("INFO")
+    finish = EventStream.finish
+
+    async def leave(stream, tail=DONE):
+        stream._request.transport.close()
+        return await finish(stream, tail)
+
+    monkeypatch.setattr(EventStream, "finish", leave)
+    limit = "max_output_tokens" if "input" in body else "max_tokens"
+    with pytest.raises(aiohttp.ClientError):
+        await server.post(body | {"temperature": 0, "stream": True, limit: 3}, path)
+    await until(lambda: "closing transport" in caplog.text)
+    assert all(record.levelname == "INFO" for record in caplog.records)
+    monkeypatch.undo()
+    assert (await server.post(ASK)).text == "DEF"
 
 
 @pytest.mark.parametrize(
