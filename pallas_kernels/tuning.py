@@ -184,3 +184,11 @@ def hopper_available() -> bool:
     """Whether the default device is an NVIDIA GPU of compute capability 9.0."""
     device = jax.devices()[0]
     return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+def is_on_hopper() -> bool:
+    """Whether what is traced here runs on such a GPU.
+
+    Kernels are imported only then: they need Mosaic GPU, which not every jaxlib carries.
+    """
+    return jax.default_backend() == "gpu" and hopper_available()

@@ -1,10 +1,9 @@
 """Adding to the residual and normalising the sum, in one pass."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks
+from pallas_kernels import checks, tuning
 from pallas_kernels.fused_norm.reference import add_rms_norm_reference, rms_norm, whole
 
 __all__ = ["add_rms_norm", "add_rms_norm_reference", "rms_norm", "whole"]
@@ -51,13 +50,9 @@ def add_rms_norm(
     allowed = checks.KV_TYPES if in_parts else (x.dtype,)
     checks.check_dtype(_OP, "residual", residual, allowed)
     checks.check_dtype(_OP, "scale", scale, (jnp.float32,))
-    if jax.default_backend() == "gpu":
-        # the kernels need Mosaic GPU, which not every jaxlib carries
-        from pallas_kernels import tuning
+    if tuning.is_on_hopper():
+        from pallas_kernels.fused_norm import kernel
 
-        if tuning.hopper_available():
-            from pallas_kernels.fused_norm import kernel
-
-            if kernel.supports(sizes["embed"], residual.dtype):
-                return kernel.add_rms_norm_kernel(x, residual, scale, eps=eps)
+        if kernel.supports(sizes["embed"], residual.dtype):
+            return kernel.add_rms_norm_kernel(x, residual, scale, eps=eps)
     return add_rms_norm_reference(x, residual, scale, eps=eps)

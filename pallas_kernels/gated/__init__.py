@@ -1,9 +1,8 @@
 """The product of an activated gate and its partner; `products` makes both as well."""
 
-import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks
+from pallas_kernels import checks, tuning
 from pallas_kernels.gated.reference import gated_reference
 
 __all__ = ["gated", "gated_reference"]
@@ -37,13 +36,9 @@ def gated(both: Float[Array, "rows both"], *, activation: str) -> Float[Array, "
         raise checks.KernelArgumentError(
             f"{_OP}: activation is {activation!r}, allowed: {', '.join(_ACTIVATIONS)}"
         )
-    if jax.default_backend() == "gpu":
-        # the kernels need Mosaic GPU, which not every jaxlib carries
-        from pallas_kernels import tuning
+    if tuning.is_on_hopper():
+        from pallas_kernels.gated import kernel
 
-        if tuning.hopper_available():
-            from pallas_kernels.gated import kernel
-
-            if kernel.supports(sizes["both"] // 2, activation, both.dtype):
-                return kernel.gated_kernel(both, activation=activation)
+        if kernel.supports(sizes["both"] // 2, activation, both.dtype):
+            return kernel.gated_kernel(both, activation=activation)
     return gated_reference(both, activation=activation)

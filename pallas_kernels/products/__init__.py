@@ -4,7 +4,6 @@ Each has a question to ask first: shapes, types and devices that it does not tak
 library.
 """
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import checks, tuning
@@ -18,7 +17,7 @@ def gates_in_product(
     """Whether `gated_product` takes these here; else a product and `gated` are the way."""
     (tokens, embed), ffn = x.shape, weight.shape[1]
     sizes = {"ffn": ffn, "embed": embed, "activation": activation, "dtype": x.dtype}
-    return _is_on_hopper() and tuning.supports_gated_product(tokens, **sizes)
+    return tuning.is_on_hopper() and tuning.supports_gated_product(tokens, **sizes)
 
 
 def gated_product(
@@ -46,7 +45,6 @@ def gated_product(
             f"gated_product: {sizes} with {activation!r} is not for the kernel here; "
             "ask gates_in_product first"
         )
-    # the kernels need Mosaic GPU, which not every jaxlib carries
     from pallas_kernels.products.kernel import gated_product_kernel
 
     return gated_product_kernel(x, weight, activation=activation)
@@ -55,7 +53,7 @@ def gated_product(
 def goes_in_parts(x: Float[Array, "tokens inner"], weight: Float[Array, "columns inner"]) -> bool:
     """Whether `product_in_parts` takes these here, and is faster than a product as a whole."""
     sizes = x.shape[0], weight.shape[0], x.shape[1]
-    return _is_on_hopper() and tuning.part_tiles(*sizes, x.dtype) is not None
+    return tuning.is_on_hopper() and tuning.part_tiles(*sizes, x.dtype) is not None
 
 
 def product_in_parts(
@@ -81,7 +79,3 @@ def product_in_parts(
     from pallas_kernels.products.kernel import product_in_parts_kernel
 
     return product_in_parts_kernel(x, weight)
-
-
-def _is_on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and tuning.hopper_available()

@@ -1,10 +1,9 @@
 """Turning queries and keys to their positions and writing KV into its pages, in one pass."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import checks
+from pallas_kernels import checks, tuning
 from pallas_kernels.rope_write.reference import HeadNorms, rotate, rotate_and_write_reference
 
 __all__ = ["HeadNorms", "rotate", "rotate_and_write", "rotate_and_write_reference"]
@@ -55,16 +54,12 @@ def rotate_and_write(
     """
     _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, bias)
     arguments = (qkv, cos, sin, k_pages, v_pages, slot_mapping)
-    if jax.default_backend() == "gpu":
-        # the kernels need Mosaic GPU, which not every jaxlib carries
-        from pallas_kernels import tuning
+    if tuning.is_on_hopper():
+        from pallas_kernels.rope_write import kernel
 
-        if tuning.hopper_available():
-            from pallas_kernels.rope_write import kernel
-
-            head_dim, has_norms = qkv.shape[-1], norms is not None
-            if qkv.dtype == k_pages.dtype and kernel.supports(head_dim, has_norms, qkv.dtype):
-                return kernel.rotate_and_write_kernel(*arguments, norms=norms, eps=eps, bias=bias)
+        head_dim, has_norms = qkv.shape[-1], norms is not None
+        if qkv.dtype == k_pages.dtype and kernel.supports(head_dim, has_norms, qkv.dtype):
+            return kernel.rotate_and_write_kernel(*arguments, norms=norms, eps=eps, bias=bias)
     return rotate_and_write_reference(*arguments, norms=norms, eps=eps, bias=bias)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import checks
+from pallas_kernels import checks, tuning
 from pallas_kernels.sampling.search import Search, Tries, find_highest, key_of, mass_of, value_of
 from pallas_kernels.sampling.shards import max_over, min_over, num_parts, sum_over
 
@@ -76,15 +76,11 @@ def filter_logits(
         checks.check_dtype(_OP, name, array, ("float32",))
     checks.check_dtype(_OP, "top_k", top_k, ("int32",))
 
-    if axis is None and jax.default_backend() == "gpu":
-        # the kernel needs Mosaic GPU, which not every jaxlib carries
-        from pallas_kernels import tuning
+    if axis is None and tuning.SEARCHES_BY_KERNEL and tuning.is_on_hopper():
+        from pallas_kernels.sampling import kernel
 
-        if tuning.SEARCHES_BY_KERNEL and tuning.hopper_available():
-            from pallas_kernels.sampling import kernel
-
-            if kernel.supports(logits.shape[1]):
-                return _filter_by_kernel(logits, temperature, top_k, top_p, min_p)
+        if kernel.supports(logits.shape[1]):
+            return _filter_by_kernel(logits, temperature, top_k, top_p, min_p)
     scaled = logits / temperature[:, None]
     filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
     threshold = lax.cond(
