@@ -30,6 +30,7 @@ from jaxpaged.engine.collector import calm_collector
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.order import longest_first
 from jaxpaged.engine.runner import PendingStep, StepResult
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer
@@ -108,7 +109,7 @@ def main() -> None:
     wall, cpu = time.monotonic(), time.thread_time()
     if args.profile:
         profile.enable()
-    for _ in llm.run(jobs, max_inflight=len(jobs)):
+    for _ in llm.run(longest_first(jobs), max_inflight=len(jobs)):
         pass
     profile.disable()
     cpu, wall = time.thread_time() - cpu, time.monotonic() - wall

@@ -17,9 +17,9 @@ from jaxpaged.bench.workloads import WORKLOADS, WorkItem, build, digest
 from jaxpaged.config.flags import add_engine_flags, config_from_args
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.plan import StepPlan
-from jaxpaged.core.request import Request
 from jaxpaged.engine.factory import build_engine
 from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.order import Job, longest_first
 from jaxpaged.errors import ConfigError, InvariantError
 
 LATENCY_RUNS = 5
@@ -114,13 +114,15 @@ class Run:
 def run_once(
     llm: LLM, items: list[WorkItem], watch: Callable[[StepPlan], None] | None = None
 ) -> Run:
-    """All requests at once, ids in and ids out; `watch` is told of every step that starts.
+    """All requests at once, as `LLM.generate` hands them over, ids in and ids out.
+
+    `watch` is told of every step that starts.
 
     Raises:
         InvariantError: an answer that is not as long as asked.
     """
     engine, inputs = llm.parts.engine, llm.parts.inputs
-    jobs: list[tuple[str | None, Request]] = []
+    jobs: list[Job] = []
     lengths: dict[str, int] = {}
     for item in items:
         params = SamplingParams(
@@ -143,7 +145,7 @@ def run_once(
 
     engine.steps.on_step = note
     padded, first, start = engine.steps.num_padded_tokens, 0.0, time.monotonic()
-    for output in llm.run(jobs, max_inflight=len(jobs)):
+    for output in llm.run(longest_first(jobs), max_inflight=len(jobs)):
         made, asked = len(output.outputs[0].token_ids), lengths[output.request_id]
         if made != asked:
             raise InvariantError(f"{output.request_id}: {made} tokens, asked were {asked}")

@@ -12,13 +12,13 @@ from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.pinned import WarmPrefix
-from jaxpaged.core.request import Request
 from jaxpaged.engine import beam_search
 from jaxpaged.engine.advice import ran_out
 from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.beam_search import BeamSearchOutput
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.inputs import Prompt, as_list, params_for
+from jaxpaged.engine.order import Job, longest_first
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.pooling.inputs import PoolingInput
 from jaxpaged.engine.pooling.model_files import resolved_runner
@@ -149,7 +149,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue every prompt; results stand in the order of the prompts.
+        """Continue every prompt, longest answers first; results stand in the order of the prompts.
 
         Args:
             prompts: text, a list of token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a
@@ -162,14 +162,14 @@ class LLM:
         many = as_list(prompts)
         params = params_for(many, sampling_params, self.get_default_sampling_params)
         inputs = self.parts.inputs
-        jobs: list[tuple[str | None, Request]] = []
+        jobs: list[Job] = []
         for prompt, one in zip(many, params, strict=True):
             text, ids = inputs.encode(prompt)
             jobs.append((text, inputs.request(ids, one)))
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(jobs), desc="prompts", unit="", disable=not use_tqdm) as bar:
             num_tokens = 0
-            for output in self.run(jobs, max_inflight=max(1, len(jobs))):
+            for output in self.run(longest_first(jobs), max_inflight=max(1, len(jobs))):
                 done[output.request_id] = output
                 num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
                 bar.update()
@@ -229,9 +229,7 @@ class LLM:
         template = chat_template(self.parts.template)
         return render_chat(template, self.parts.tokenizer, messages, **options)
 
-    def run(
-        self, jobs: Iterable[tuple[str | None, Request]], *, max_inflight: int
-    ) -> Iterator[RequestOutput]:
+    def run(self, jobs: Iterable[Job], *, max_inflight: int) -> Iterator[RequestOutput]:
         """Run requests as they come, at most `max_inflight` at once; yields each when it is done.
 
         Leaving the iterator early aborts what still runs.
