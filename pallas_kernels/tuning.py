@@ -59,6 +59,14 @@ class ProductTiles:
         return self.warpgroups * self.rows
 
 
+@dataclass(frozen=True)
+class ThinTiles:
+    """Shape of a product of few tokens."""
+
+    stages: int  # loads in flight
+    parts: int  # of the contracted axis
+
+
 DECODE = {
     64: DecodeTiles(64, 6, 6, pairs=2, min_tiles=2),
     96: DecodeTiles(64, 4, 4, pairs=2, min_tiles=2),
@@ -173,6 +181,31 @@ def part_tiles(tokens: int, columns: int, inner: int, dtype: DTypeLike) -> Produ
             stage = (PRODUCT_ROWS + width) * PRODUCT_BLOCK * 2
             return ProductTiles(2, PRODUCT_ROWS // 2, width, SHARED_BYTES // stage, PARTS)
     return None
+
+
+# With fewer tokens the library's products of the whole read weights as fast, with more the tokens,
+# which every program loads, are more than the weights.
+THIN_TOKENS = 33, 64
+THIN_COLUMNS = 64  # a program's rows of weights: those of a product on the tensor cores
+
+
+def thin_tiles(tokens: int, columns: int, inner: int, dtype: DTypeLike) -> ThinTiles | None:
+    """Tiles of a product of few tokens in parts, the parts being such that all programs end
+    together; None where it is not faster than the library's.
+    """
+    least, most = THIN_TOKENS
+    if not (least <= tokens <= most and is_16_bit(dtype)):
+        return None
+    if tokens % 8 or columns % THIN_COLUMNS or inner % PRODUCT_BLOCK:
+        return None
+    column_tiles, blocks = columns // THIN_COLUMNS, inner // PRODUCT_BLOCK
+
+    def loads(parts: int) -> int:  # of the longest program, a part's begin counted as eight
+        return -(-column_tiles * parts // MULTIPROCESSORS) * (blocks // parts + 8)
+
+    parts = min((n for n in (1, 2, 3, 4) if blocks % n == 0), key=loads)
+    stage = (THIN_COLUMNS + tokens) * PRODUCT_BLOCK * 2
+    return ThinTiles((SHARED_BYTES - tokens * THIN_COLUMNS * 4) // stage, parts)
 
 
 SEARCH = SearchTiles(warpgroups=8, loads=4, held=48)

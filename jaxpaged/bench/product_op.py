@@ -21,7 +21,8 @@ from pallas_kernels.fused_norm import add_rms_norm_reference
 from pallas_kernels.fused_norm.kernel import add_rms_norm_kernel
 from pallas_kernels.gated import gated_reference
 from pallas_kernels.gated.kernel import gated_kernel
-from pallas_kernels.products.kernel import gated_product_kernel, product_in_parts_kernel
+from pallas_kernels.products import product_in_parts
+from pallas_kernels.products.kernel import gated_product_kernel
 
 GATED, PARTS = OPS = ("gated-product", "product-in-parts")
 # tokens, ffn, embed, activation, dtype
@@ -43,7 +44,12 @@ PARTS_SHAPES = (
     (224, 5120, 13824, "bfloat16"),
     (256, 3584, 18944, "bfloat16"),
     (208, 8192, 9280, "float16"),
+    (64, 4096, 4096, "bfloat16"),
+    (64, 4096, 14336, "bfloat16"),
+    (40, 5120, 13824, "bfloat16"),
+    (48, 896, 4864, "float16"),
 )
+TIMED_PARTS = PARTS_SHAPES[0], *PARTS_SHAPES[4:6]
 TIMED_TOKENS, TIMED_FFN, TIMED_EMBED = (128, 256, 512, 1024, 8192), 14336, 4096
 COPIES = 3  # of the weights, of 235 MB each
 
@@ -84,9 +90,10 @@ def _timed_gated() -> Iterator[Timed]:
 
 
 def _timed_parts() -> Iterator[Timed]:
-    tokens, columns, inner, _ = PARTS_SHAPES[0]
-    inputs = [_parts_inputs(i, *PARTS_SHAPES[0]) for i in range(COPIES)]
-    yield tokens, 2 * tokens * columns * inner, inputs, [_parts_then_norm, _library_then_norm]
+    for shape in TIMED_PARTS:
+        tokens, columns, inner, _ = shape
+        inputs = [_parts_inputs(i, *shape) for i in range(COPIES)]
+        yield tokens, 2 * tokens * columns * inner, inputs, [_parts_then_norm, _library_then_norm]
 
 
 _kernel = jax.jit(gated_product_kernel, static_argnames="activation")
@@ -128,7 +135,7 @@ def _error_of(seed: int, tokens: int, ffn: int, embed: int, activation: str, dty
 
 @jax.jit
 def _parts_then_norm(x: jax.Array, weight: jax.Array, residual: jax.Array, scale: jax.Array) -> Any:
-    return add_rms_norm_kernel(product_in_parts_kernel(x, weight), residual, scale, eps=EPS)
+    return add_rms_norm_kernel(product_in_parts(x, weight), residual, scale, eps=EPS)
 
 
 @jax.jit

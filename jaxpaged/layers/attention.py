@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxpaged.arrays import KVPages, RaggedBatch
 from jaxpaged.config.architecture import LayerKind, ModelConfig
-from jaxpaged.layers.linear import linear, linear_of_parts, weight, zeros
+from jaxpaged.layers.linear import Addend, linear, linear_of_parts, linear_to_add, weight, zeros
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Angles
 from pallas_kernels.ragged_attention import ragged_paged_attention
@@ -62,6 +62,8 @@ def paged_attention(
 class Attention(nnx.Module):
     """Project, rotate, write KV, attend, project back.
 
+    What it returns may come in parts, as that of `FeedForward`.
+
     `qkv` holds one block per KV head: its group of query heads, then its key, then its value, so
     that a split by KV heads is a split of the first axis.
     """
@@ -92,10 +94,11 @@ class Attention(nnx.Module):
         )
         self.spec = AttentionSpec(c.scale, window=kind.window, soft_cap=c.attention_soft_cap)
         self.attend = attend
+        self.is_normed = c.post_norms
 
     def __call__(
         self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
-    ) -> tuple[Float[Array, "tokens embed"], KVPages]:
+    ) -> tuple[Addend, KVPages]:
         qkv = linear(x, self.qkv, None)
         qkv = qkv.reshape(x.shape[0], -1, self.group + 2, self.head_dim)
         norms = None
@@ -118,4 +121,5 @@ class Attention(nnx.Module):
         else:
             seen = self.attend(q, pages, batch, spec=self.spec, sinks=self.sinks[...])
         seen = seen.astype(x.dtype).reshape(x.shape[0], -1)
-        return linear_of_parts(seen, self.out, self.out_bias), pages
+        multiply = linear_of_parts if self.is_normed else linear_to_add
+        return multiply(seen, self.out, self.out_bias), pages

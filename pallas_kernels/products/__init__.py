@@ -52,8 +52,9 @@ def gated_product(
 
 def goes_in_parts(x: Float[Array, "tokens inner"], weight: Float[Array, "columns inner"]) -> bool:
     """Whether `product_in_parts` takes these here, and is faster than a product as a whole."""
-    sizes = x.shape[0], weight.shape[0], x.shape[1]
-    return tuning.is_on_hopper() and tuning.part_tiles(*sizes, x.dtype) is not None
+    sizes = x.shape[0], weight.shape[0], x.shape[1], x.dtype
+    has_tiles = (tuning.part_tiles(*sizes), tuning.thin_tiles(*sizes)) != (None, None)
+    return tuning.is_on_hopper() and has_tiles
 
 
 def product_in_parts(
@@ -76,6 +77,10 @@ def product_in_parts(
         raise checks.KernelArgumentError(
             f"product_in_parts: {sizes} is not for the kernel here; ask goes_in_parts first"
         )
+    if tuning.thin_tiles(sizes["tokens"], sizes["columns"], sizes["inner"], x.dtype):
+        from pallas_kernels.products.thin_kernel import thin_product_in_parts_kernel
+
+        return thin_product_in_parts_kernel(x, weight)
     from pallas_kernels.products.kernel import product_in_parts_kernel
 
     return product_in_parts_kernel(x, weight)

@@ -100,7 +100,7 @@ def test_logits_are_capped_softly():
 
 
 @pytest.mark.parametrize("post_norms", [False, True])
-def test_the_feed_forward_may_leave_its_sum_in_parts_to_the_norm(post_norms, monkeypatch):
+def test_both_blocks_may_leave_their_sums_in_parts_to_the_norm(post_norms, monkeypatch):
     """In every layer, before the last norm and before another stage; not where it is normed."""
     config, calls = replace(TINY, post_norms=post_norms), []
 
@@ -120,9 +120,10 @@ def test_the_feed_forward_may_leave_its_sum_in_parts_to_the_norm(post_norms, mon
     jax.clear_caches()  # layers are traced once for all
     for got, whole in zip(run(), wanted, strict=True):
         np.testing.assert_allclose(got, whole, atol=1e-5)
-    assert set(calls) == (set() if post_norms else {(3, TINY.ffn)})
-    # a layer's trace and what the first one is given, of both runs
-    assert len(calls) == (0 if post_norms else 1 + 2)
+    inner = {TINY.ffn, TINY.heads * TINY.head_dim}
+    assert set(calls) == (set() if post_norms else {(3, width) for width in inner})
+    # a layer's trace, and what the first one is given, of both runs
+    assert len(calls) == (0 if post_norms else 2 + 2)
     jax.clear_caches()
 
 

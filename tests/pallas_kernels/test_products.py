@@ -81,8 +81,33 @@ def test_on_hopper_a_product_in_parts_is_one_kernel_and_no_sum(tokens, columns, 
 
 
 @pytest.mark.parametrize(
+    ("tokens", "columns", "inner", "parts", "dtype"),
+    [
+        (64, 4096, 4096, 2, "bfloat16"),
+        (64, 4096, 14336, 2, "bfloat16"),
+        (40, 5120, 13824, 3, "bfloat16"),  # 240 units in two rounds
+        (48, 896, 4864, 4, "float16"),
+        (64, 8192, 28672, 1, "bfloat16"),
+        (64, 4096, 64, 1, "bfloat16"),  # of one block there are no parts
+    ],
+)
+def test_on_hopper_few_tokens_go_in_parts_too(tokens, columns, inner, parts, dtype):
+    x, weight = struct(tokens, inner, dtype=dtype), struct(columns, inner, dtype=dtype)
+    text = lower_for_hopper(product_in_parts, x, weight)
+    assert text.count(KERNEL) == 1
+    assert f"tensor<{parts}x{tokens}x{columns}xf32>" in text
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(
     ("tokens", "columns", "inner", "dtype"),
     [
+        (32, 4096, 14336, "bfloat16"),  # the library reads weights as fast
+        (72, 4096, 14336, "bfloat16"),
+        (60, 4096, 14336, "bfloat16"),  # no multiple of the tensor cores' columns
+        (64, 4128, 14336, "bfloat16"),  # half a tile of columns over
+        (64, 4096, 14368, "bfloat16"),  # half a block over
+        (64, 4096, 14336, "float32"),
         (128, 4096, 14336, "bfloat16"),  # one tile of rows
         (384, 4096, 14336, "bfloat16"),  # three
         (192, 4096, 14336, "bfloat16"),  # a quarter of the rows would be empty
