@@ -7,6 +7,7 @@ holds the prompts' and answers' token ids.
 
 import dataclasses
 import hashlib
+import json
 import os
 import weakref
 from array import array
@@ -95,7 +96,15 @@ class RecordedScheduler:
         return self._scheduler.commit(plan, sampled, seconds)
 
     def _write(self, event: str, **fields: object) -> None:
-        self._file.write(msgspec.json.encode({"event": event} | fields) + b"\n")
+        self._file.write(_encoded({"event": event} | fields) + b"\n")
+
+
+def _encoded(event: dict[str, object]) -> bytes:
+    try:
+        return msgspec.json.encode(event)
+    except UnicodeEncodeError:  # half a surrogate pair in a stop or a name; msgspec reads none back
+        text = json.dumps(msgspec.to_builtins(event, str_keys=True), ensure_ascii=False)
+        return text.encode("utf-8", "xmlcharrefreplace")
 
 
 def plan_hash(plan: StepPlan) -> str:

@@ -93,6 +93,7 @@ def test_of_a_grammar_it_is_kept_that_there_is_one(tmp_path):
         {"structured_outputs": StructuredOutputsParams(json={"type": "object"})},
         {"reasoning": ReasoningMarks("<think>", "</think>", is_open=True, max_tokens=3)},
         {"extra_args": {"the caller's own": object()}},
+        {"stop": ["half a pair \ud800"], "logit_bias": {7: 1.0}},
     ],
 )
 def test_a_request_is_played_again_whatever_it_asks_for(tmp_path, options):
