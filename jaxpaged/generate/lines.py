@@ -4,6 +4,7 @@ A line is OpenAI's batch format (`custom_id`, `method`, `url`, `body`) or a comp
 own, `{"prompt": ...}`, perhaps with a `custom_id`.
 """
 
+import codecs
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,9 +39,14 @@ class BadLine:
 def read_lines(
     lines: Iterable[bytes], urls: Collection[str] = (COMPLETIONS, CHAT)
 ) -> Iterator[Line | BadLine]:
-    """Every line that is not blank, in order. A custom_id seen before makes a bad line."""
+    """Every line that is not blank, in order. A custom_id seen before makes a bad line.
+
+    A byte order mark before the first line is passed over.
+    """
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, 1):
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
         if not raw.strip():
             continue
         line = _read(number, raw, urls)

@@ -152,3 +152,12 @@ def test_lines_say_what_is_wrong_with_them():
     assert "/v1/nope" in lines[0].reason
     assert "custom_id is missing" in lines[1].reason
     assert isinstance(next(read_lines([GOOD[0]])), Line)
+
+
+def test_a_byte_order_mark_before_the_first_line_is_passed_over():
+    mark = b"\xef\xbb\xbf"
+    first, second = read_lines([mark + GOOD[0] + b"\n", mark + GOOD[1]])
+    assert isinstance(first, Line)
+    assert (first.custom_id, first.number) == ("good-0", 1)
+    assert isinstance(second, BadLine)
+    assert not list(read_lines([mark]))
