@@ -49,13 +49,18 @@ class RequestError(JaxPagedError):
 
 
 class PromptTooLong(RequestError):
-    """Prompt and requested completion do not fit the model's context."""
+    """Prompt and requested completion do not fit the model's context.
+
+    Clients look for "maximum context length" in the text, as they do with other servers.
+    """
 
     def __init__(self, prompt_len: int, max_tokens: int, context_len: int):
-        excess = prompt_len + max_tokens - context_len
+        room = context_len - prompt_len
+        asked = f" and {max_tokens} more are asked for" if max_tokens else ""
+        less = f", or ask for at most {room} more" if room > 0 else ""
         super().__init__(
-            f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together over the "
-            f"model's context of {context_len}: shorten the prompt by {excess} or lower max_tokens",
+            f"the prompt has {prompt_len} tokens{asked}, over the model's maximum context length "
+            f"of {context_len} tokens: shorten the prompt by {max_tokens - room}{less}",
             param="prompt",
         )
 

@@ -106,7 +106,7 @@ async def _token_ids(body: PrefixRequest, engine: ServedEngine) -> list[int]:
     if body.prompt_token_ids:
         check_ids("prompt_token_ids", body.prompt_token_ids, engine.vocab)
         return body.prompt_token_ids
-    prompts = completion_prompts(body.prompt, 1, engine)
+    prompts = completion_prompts(body.prompt, 1, engine, 0)
     if len(prompts) > 1:
         raise RequestError("prompt is a list: warm one prefix at a time", param="prompt")
     return (await engine.encode(prompts[0]))[1]

@@ -34,7 +34,9 @@ async def completion_job(
     params = completion_params(body, engine.default_sampling())
     check_logprobs(params, engine.model_settings.max_logprobs)
     may_be_long = body.truncate_prompt_tokens is not None
-    prompts = completion_prompts(body.prompt, params.n, engine, may_be_long=may_be_long)
+    prompts = completion_prompts(
+        body.prompt, params.n, engine, params.max_tokens, may_be_long=may_be_long
+    )
     if may_be_long:
         prompts = [await truncated(body, prompt, params.max_tokens, engine) for prompt in prompts]
     form = CompletionForm(body, params, engine)

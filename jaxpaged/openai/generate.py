@@ -38,7 +38,7 @@ def generate_job(
     params = completion_params(whole, engine.default_sampling())
     check_logprobs(params, engine.model_settings.max_logprobs)
     params = replace(params, detokenize=bool(params.stop))
-    prompts = completion_prompts(body.token_ids, params.n, engine)
+    prompts = completion_prompts(body.token_ids, params.n, engine, params.max_tokens)
     envelope = Envelope.new("gen", model, engine.fingerprint)
     form = TokensForm(whole, engine, body.request_id)
     beams, salt = beam_params(whole, params, engine.max_model_len), salt_of(whole, key_id)

@@ -8,7 +8,7 @@ import msgspec
 from jaxpaged.core.params import check_ids
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import RequestError, UnsupportedParameter
+from jaxpaged.errors import PromptTooLong, RequestError, UnsupportedParameter
 from jaxpaged.openai.json_bounds import out_of_bounds
 from jaxpaged.openai.schema import ChatRequest, ConversationFields
 
@@ -20,9 +20,16 @@ type Prompt = str | list[int]
 
 
 def completion_prompts(
-    prompt: Any, n: int, engine: ServedEngine, *, may_be_long: bool = False
+    prompt: Any,
+    n: int,
+    engine: ServedEngine,
+    max_tokens: int | None,
+    *,
+    may_be_long: bool = False,
 ) -> list[Prompt]:
     """The prompts of a completion request: text or token ids, one or several.
+
+    `max_tokens` are to follow each; None is as many as there is room for, at least one.
 
     Raises:
         RequestError: anything else; an id that is no token; more answers than one request may ask.
@@ -39,11 +46,8 @@ def completion_prompts(
             check_text(one, engine, is_cut=may_be_long)
             continue
         if len(one) > engine.max_model_len and not may_be_long:
-            raise RequestError(
-                f"prompt has {len(one)} tokens, over the model's context of "
-                f"{engine.max_model_len}: shorten it by {len(one) - engine.max_model_len}",
-                param="prompt",
-            )
+            wanted = 1 if max_tokens is None else max_tokens
+            raise PromptTooLong(len(one), wanted, engine.max_model_len)
         check_ids("prompt", one, engine.vocab)
     return prompts
 
@@ -84,8 +88,8 @@ def check_text(
         )
     if len(text) > most and not is_cut:
         raise RequestError(
-            f"{param} has {len(text)} characters; {engine.max_model_len} tokens hold at most "
-            f"{most}: shorten it",
+            f"{param} has {len(text)} characters, over the {most} that the model's maximum context "
+            f"length of {engine.max_model_len} tokens can hold: shorten it",
             param=param,
         )
 

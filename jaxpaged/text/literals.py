@@ -51,8 +51,8 @@ def render_literally(
 def _bounded(text: str, most: int | None) -> str:
     if most is not None and len(text) > most:
         raise RequestError(
-            f"messages and tools make {len(text)} characters with the chat template; the model's "
-            f"context holds at most {most}: shorten them",
+            f"messages and tools make {len(text)} characters with the chat template, over the "
+            f"{most} that the model's maximum context length can hold: shorten them",
             param="messages",
         )
     return text

@@ -33,4 +33,4 @@ def test_every_line_is_answered_and_a_bad_one_says_why(tmp_path):
     assert by_id[1]["answer"] == "DEFG"
     assert by_id[3] == {"id": 3, "prompt": "x", "answer": "yz{|", "num_tokens": 4, "error": ""}
     assert by_id[2]["answer"] == ""
-    assert "over the model's context of 2048" in by_id[2]["error"]
+    assert "maximum context length of 2048" in by_id[2]["error"]

@@ -165,8 +165,8 @@ async def test_scores_are_cosines_and_ranks_follow_them(server, pooling):
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (EMBED, {"input": ["a", "b " * 31]}, "a text of 33 tokens, over the model's 32"),
-        (EMBED, {"input": "b" * 1000}, "1000 characters; 32 tokens hold at most"),
+        (EMBED, {"input": ["a", "b " * 31]}, "33 tokens, over the model's maximum context length"),
+        (EMBED, {"input": "b" * 1000}, "length of 32 tokens can hold"),
         (EMBED, {"input": [[1, 64]]}, "input holds 64"),
         (EMBED, {"input": []}, "not empty"),
         (EMBED, {"input": ["a"] * 2049}, "input has 2049 texts, allowed are 2048"),

@@ -171,7 +171,7 @@ async def test_values_just_within_the_bound_are_read(server):
     assert (await server.send("POST", COMPLETIONS, data=io.BytesIO(data))).text == "DEF"
     reply = await server.post({"prompt": [1] * 3000})
     assert (reply.status, reply.error["param"]) == (400, "prompt")
-    assert "over the model's context of 2048" in reply.error["message"]
+    assert "over the model's maximum context length of 2048 tokens" in reply.error["message"]
 
 
 async def test_ids_of_any_characters_are_echoed_without_breaking_head_or_log(server, caplog):

@@ -99,6 +99,26 @@ async def test_prompts_times_n_is_bounded(server):
     assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "more", "said"),
+    [
+        (300, {}, "300 tokens and 16 more are asked for"),
+        (300, {"max_tokens": 0, "echo": True}, "300 tokens"),
+        (250, {"max_tokens": 9}, "250 tokens and 9 more are asked for"),
+    ],
+)
+async def test_what_is_over_the_context_is_told_in_one_way(start, num_tokens, more, said):
+    server = await start(max_len=256)
+    as_ids = await server.post({"prompt": [33] * num_tokens} | more)
+    assert (await server.post({"prompt": "A" * num_tokens} | more)).body == as_ids.body
+    excess = num_tokens + more.get("max_tokens", 16) - 256
+    less = ", or ask for at most 6 more" if num_tokens < 256 else ""
+    assert as_ids.error["message"] == (
+        f"the prompt has {said}, over the model's maximum context length of 256 tokens: "
+        f"shorten the prompt by {excess}{less}"
+    )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_bad_prompt_of_several_refuses_all(server, stream):
     reply = await server.post({"prompt": [[32], [512]], "max_tokens": 2, "stream": stream})

@@ -74,8 +74,9 @@ class PoolingInputs:
         most = self.model.max_len * self.tokenizer.max_token_chars
         if len(text) > most and truncate is None:
             raise RequestError(
-                f"{param} has a text of {len(text)} characters; {self.model.max_len} tokens hold "
-                f"at most {most}: shorten it, or set truncate_prompt_tokens to -1",
+                f"{param} has a text of {len(text)} characters, over the {most} that the model's "
+                f"maximum context length of {self.model.max_len} tokens can hold: shorten it, or "
+                "set truncate_prompt_tokens to -1",
                 param=param,
             )
         return text[:most]
@@ -121,8 +122,8 @@ class PoolingInputs:
             raise RequestError(f"{param} has a text without a token: leave it out", param=param)
         if len(ids) > most:
             raise RequestError(
-                f"{param} has a text of {len(ids)} tokens, over the model's {most}: shorten it, or "
-                "set truncate_prompt_tokens to -1",
+                f"{param} has a text of {len(ids)} tokens, over the model's maximum context length "
+                f"of {most} tokens: shorten it, or set truncate_prompt_tokens to -1",
                 param=param,
             )
         return ids
