@@ -16,6 +16,8 @@ JaxPagedError
 └── InvariantError     ours: a bug; the engine stops                     HTTP 500
 """
 
+import re
+
 
 class JaxPagedError(Exception):
     """Anything that jaxpaged raises on purpose."""
@@ -40,12 +42,14 @@ class RequestError(JaxPagedError):
         self.param = param
 
     def name_field(self, param: str | None) -> None:
-        """Name the field that the client wrote instead of the one that was made of it."""
+        """Name the field that the client wrote instead of the one that was made of it.
+
+        A text that begins with the name of the whole field, not of a part of it, begins with the
+        client's.
+        """
         before, self.param = self.param, param
-        text = str(self)
-        verbs = ("is", "holds", "must", "has the")
-        if before and param and text.startswith(tuple(f"{before} {verb} " for verb in verbs)):
-            self.args = (param + text.removeprefix(before),)
+        if before and param and re.match(re.escape(before) + "[ :,]", str(self)):
+            self.args = (param + str(self).removeprefix(before),)
 
 
 class PromptTooLong(RequestError):

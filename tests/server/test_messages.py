@@ -193,6 +193,11 @@ async def test_the_official_client_sends_its_key_and_gets_typed_errors(start, cl
 async def test_what_cannot_be_answered_is_refused_by_name(server, more, param):
     reply = await server.post(ask() | more, PATH)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_a_refusal_tells_what_is_wrong_with_the_field_that_was_sent(server):
+    reply = await server.post(ask(stop_sequences=["a"] * 17), PATH)
+    assert reply.error["message"].startswith("stop_sequences has 17 entries")
     assert "function." not in reply.error["message"]
     assert not reply.error["message"].startswith("stop ")
 
