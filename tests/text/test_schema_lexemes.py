@@ -14,7 +14,7 @@ from jaxpaged.core.structured import StructuredOutputsParams
 from jaxpaged.errors import RequestError
 from jaxpaged.text.grammar import CompiledGrammar, Grammars
 from jaxpaged.text.grammar_matcher import GrammarMatcher
-from jaxpaged.text.grammars.expressions import Call, Concat, Grammar, Text, without_endless
+from jaxpaged.text.grammars.expressions import Call, Concat, Grammar, Text, without_dead_ends
 from tests.support.grammars import PLENTY, WORDS, answer, token_ids
 from tests.support.models import EOS, VOCAB, byte_ids
 from tests.support.schemas import check_json
@@ -140,10 +140,68 @@ def test_no_way_leads_to_where_nothing_ends(grammars):
     assert not takes(grammar, "[1,[],{")
 
 
+NOTHING = [
+    False,
+    {"enum": ["a"], "type": "null"},
+    {"type": "integer", "minimum": 3, "maximum": 2},
+    {"type": "string", "minLength": 3, "maxLength": 2},
+    {"type": "array", "minItems": 3, "maxItems": 2},
+    {"type": "array", "items": False, "minItems": 1},
+    {"allOf": [{"const": 1}, {"const": 2}]},
+    {"allOf": [{"enum": [1]}, {"enum": [2]}]},
+    {"allOf": [{"type": "string"}, False]},
+    {"anyOf": [False, {"$ref": "#/$defs/nothing"}]},
+    object_of("a", a=False),
+    object_of("a", a={"$ref": "#/$defs/nothing"}),
+]
+
+
+@pytest.mark.parametrize("nothing", NOTHING)
+def test_a_branch_that_nothing_fits_leaves_the_others(grammars, nothing):
+    defs = {"$defs": {"nothing": object_of("n", n=False)}}
+    grammar = compiled(grammars, defs | {"anyOf": [nothing, {"type": "null"}, nothing]})
+    assert takes(grammar, "null")
+    assert not takes(grammar, '"a"')
+    branch = {"anyOf": [{"type": "null"}, {"type": "boolean"}]}
+    assert takes(compiled(grammars, defs | {"type": "null"} | branch), "null")
+    members = object_of("a", a=INTEGER, b=nothing, c={"type": "array", "items": nothing})
+    grammar = compiled(grammars, defs | members)
+    assert takes(grammar, '{"a":1,"c":[]}')
+    assert not takes(grammar, '{"a":1,"b":')
+    with pytest.raises(RequestError):
+        compiled(grammars, defs | {"anyOf": [nothing, nothing]})
+
+
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        ({"required": "x"}, {"required": 3}),
+        ({"minimum": "x"}, {"minimum": 3}),
+        ({"type": [["x"]]}, {"type": "null"}),
+        ({"properties": []}, {"properties": {"x": {}}}),
+        ({"properties": {"x": []}}, {"properties": {"x": {"type": "null"}}}),
+        ({"allOf": 1}, {"allOf": 2}),
+        ({"enum": 1}, {"enum": [1]}),
+    ],
+)
+@pytest.mark.parametrize("keyword", ["allOf", "oneOf"])
+def test_what_is_no_schema_cannot_be_joined(grammars, keyword, one, another):
+    with pytest.raises(RequestError):
+        compiled(grammars, {keyword: [one, another]})
+
+
+def test_a_property_that_may_be_anything_joins_any_other(grammars):
+    several = [{"properties": {"a": True}}, {"properties": {"a": INTEGER}, "required": ["a"]}]
+    for parts in (several, several[::-1]):
+        grammar = compiled(grammars, {"allOf": [{"type": "object"}, *parts]})
+        assert takes(grammar, '{"a":1}')
+        assert not takes(grammar, '{"a":"')
+
+
 def test_a_long_chain_of_rules_is_followed_once():
     chain = {f"t{i + 1}": Concat((Text("x"), Call(f"t{i}"))) for i in range(3000)}
     start = time.monotonic()
-    without_endless(Grammar(Call("t3000"), {"t0": Text(""), **chain}))
+    without_dead_ends(Grammar(Call("t3000"), {"t0": Text(""), **chain}))
     assert time.monotonic() - start < 2
 
 

@@ -105,10 +105,10 @@ def all_but(excluded: Chars) -> Chars:
     return Chars(tuple(ranges))
 
 
-def without_endless(grammar: Grammar) -> Grammar:
-    """The same texts, without ways into rules that call each other for ever.
+def without_dead_ends(grammar: Grammar) -> Grammar | None:
+    """The same texts, without ways into empty choices and rules that call each other for ever.
 
-    It stays as it is where there are only such ways.
+    None where there are only such ways.
     """
     ending: set[str] = set()
     while True:
@@ -119,8 +119,8 @@ def without_endless(grammar: Grammar) -> Grammar:
         if len(ending) == size:
             break
     root = _ending(grammar.root, ending)
-    if root is None or len(ending) == len(grammar.rules):
-        return grammar
+    if root is None:
+        return None
     kept = {name: _ending(body, ending) for name, body in grammar.rules.items()}
     return Grammar(root, {name: body for name, body in kept.items() if body is not None})
 

@@ -23,7 +23,8 @@ def count(schema: dict[str, Any], name: str, refuse: Refuse) -> int | None:
     return value
 
 
-def string_expression(schema: dict[str, Any], param: str, refuse: Refuse) -> Expression:
+def string_expression(schema: dict[str, Any], param: str, refuse: Refuse) -> Expression | None:
+    """The strings of a schema; None where lengths leave none."""
     least, most = (count(schema, name, refuse) for name in ("minLength", "maxLength"))
     content = None
     for name in ("pattern", "format"):
@@ -35,7 +36,7 @@ def string_expression(schema: dict[str, Any], param: str, refuse: Refuse) -> Exp
         content = FORMATS[schema["format"]]
     if content is None:
         if most is not None and most < (least or 0):
-            raise refuse("minLength is over maxLength")
+            return None
         return string(least or 0, most)
     if least or most is not None:
         raise refuse("minLength and maxLength beside pattern or format: put the "
@@ -43,7 +44,8 @@ def string_expression(schema: dict[str, Any], param: str, refuse: Refuse) -> Exp
     return string_like(content)
 
 
-def number_expression(schema: dict[str, Any], kind: str, refuse: Refuse) -> Expression:
+def number_expression(schema: dict[str, Any], kind: str, refuse: Refuse) -> Expression | None:
+    """The numbers of a schema; None where none lies between its bounds."""
     low, opens = _bound(schema, "minimum", "exclusiveMinimum", refuse)
     high, closes = _bound(schema, "maximum", "exclusiveMaximum", refuse)
     unit = schema.get("multipleOf", 1 if kind == "integer" else None)
@@ -57,14 +59,10 @@ def number_expression(schema: dict[str, Any], kind: str, refuse: Refuse) -> Expr
             return numbers.INTEGER
         first = None if low is None else math.floor(low) + 1 if opens else math.ceil(low)
         last = None if high is None else math.ceil(high) - 1 if closes else math.floor(high)
-        found = numbers.integers(first, last)
-    elif low is None and high is None and places is None:
+        return numbers.integers(first, last)
+    if low is None and high is None and places is None:
         return numbers.NUMBER
-    else:
-        found = numbers.decimals(low, high, opens=opens, closes=closes, places=places)
-    if found is None:
-        raise refuse("no number lies between its bounds")
-    return found
+    return numbers.decimals(low, high, opens=opens, closes=closes, places=places)
 
 
 def _bound(

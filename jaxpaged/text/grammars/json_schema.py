@@ -19,7 +19,7 @@ from jaxpaged.text.grammars.expressions import (
     choice,
     optional,
     seq,
-    without_endless,
+    without_dead_ends,
 )
 from jaxpaged.text.grammars.json_leaves import (
     count,
@@ -68,19 +68,31 @@ def json_schema_grammar(
 
 
 class _Translation:
-    """One schema on its way; `rules` by name, for what is referred to."""
+    """One schema on its way; `rules` by name, for what is referred to.
+
+    A part that nothing fits is an empty choice, of which the grammar keeps no trace.
+    """
 
     def __init__(self, schema: Any, style: JsonStyle, param: str, closes_objects: bool):
         self.schema, self.style, self.param = schema, style, param
         self.closes_objects = closes_objects
         self.rules: dict[str, Expression] = {}
         self._names: dict[str, str] = {}
+        self._nothing: list[RequestError] = []  # of parts that nothing fits
 
     def grammar(self) -> Grammar:
-        return without_endless(Grammar(self.expression(self.schema, "#", 0), self.rules))
+        whole = Grammar(self.expression(self.schema, "#", 0), self.rules)
+        found = without_dead_ends(whole)
+        if found is None and self._nothing:
+            raise self._nothing[0]
+        return found or whole  # of which whoever follows it tells that it has no end
 
     def refuse(self, place: str, what: str) -> RequestError:
         return not_served(f"{self.param}: {place}: {what}")
+
+    def nothing(self, place: str, why: str) -> Expression:
+        self._nothing.append(self.refuse(place, why))
+        return choice([])
 
     def expression(self, schema: Any, place: str, depth: int) -> Expression:
         """The texts of one schema, which stands at `place`."""
@@ -92,8 +104,8 @@ class _Translation:
         schema = _constraints(schema)
         if schema is True or schema == {}:
             return self.style.any_value(self.rules)
-        if not isinstance(schema, dict):
-            raise self.refuse(place, "nothing fits this schema")
+        if schema is False:
+            return self.nothing(place, "nothing fits this schema")
         self._check(schema, place)
         if "$ref" in schema and len(schema) == 1:
             return self._call(schema["$ref"], place, depth)
@@ -107,7 +119,9 @@ class _Translation:
             return self._given(schema, place)
         return self._typed(schema, place, depth)
 
-    def _check(self, schema: dict[str, Any], place: str) -> None:
+    def _check(self, schema: Any, place: str) -> None:
+        if not isinstance(schema, dict):
+            raise self.refuse(place, "a schema is an object, true or false")
         unknown = sorted(schema.keys() - _SERVED)
         if schema.get("uniqueItems") is False:
             unknown.remove("uniqueItems")
@@ -182,27 +196,28 @@ class _Translation:
         return choice(options)
 
     def _given(self, schema: dict[str, Any], place: str) -> Expression:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+        values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list) or not values:
             raise self.refuse(place, "enum must be a list of values")
-        if "const" in schema and "enum" in schema:
-            values = [v for v in values if literal(v) in map(literal, schema["enum"])]
         more = sorted(schema.keys() - {"const", "enum", "type"})
         if more:
             raise self.refuse(place, f"{', '.join(more)} beside enum or const is not served")
         kinds = self._types(schema, place) if "type" in schema else TYPES
         values = [value for value in values if any(is_of(kind, value) for kind in kinds)]
-        if not values:
-            raise self.refuse(place, "no value of enum or const is of the type")
         try:
-            return choice([self.style.value(value) for value in values])
+            if "const" in schema:
+                values = [v for v in values if literal(v) == literal(schema["const"])]
+            found = [self.style.value(value) for value in values]
         except ValueError:
             raise self.refuse(place, "enum or const holds NaN or an infinity") from None
+        if not found:
+            return self.nothing(place, "no value of enum or const is of the type")
+        return choice(found)
 
     def _types(self, schema: dict[str, Any], place: str) -> list[str]:
-        given = schema.get("type")
-        if given is None:
+        if "type" not in schema:
             return sorted({_BY_KEYWORD[key] for key in schema})
+        given = schema["type"]
         kinds = given if isinstance(given, list) else [given]
         if not kinds or not all(isinstance(k, str) and k in TYPES for k in kinds):
             raise self.refuse(place, f"type is {given!r}, allowed are {', '.join(TYPES)}")
@@ -220,9 +235,12 @@ class _Translation:
                 case "array":
                     options.append(self._array(schema, place, depth))
                 case "string":
-                    options.append(string_expression(schema, self.param, refuse))
+                    found = string_expression(schema, self.param, refuse)
+                    options.append(found or self.nothing(place, "minLength is over maxLength"))
                 case "number" | "integer":
-                    options.append(number_expression(schema, kind, refuse))
+                    found = number_expression(schema, kind, refuse)
+                    why = "no number lies between its bounds"
+                    options.append(found or self.nothing(place, why))
                 case "boolean":
                     options += [Text("true"), Text("false")]
                 case _:
@@ -249,7 +267,7 @@ class _Translation:
         if items is False:
             most = len(first) if most is None else min(most, len(first))
         if most is not None and most < least:
-            raise self.refuse(place, "no number of items fits")
+            return self.nothing(place, "no number of items fits")
         places = [f"{place}/prefixItems/{i}" for i in range(len(first))]
         parts = [self.expression(s, p, depth + 1) for s, p in zip(first, places, strict=True)]
         more = (most is None or most > len(parts)) and items is not False
