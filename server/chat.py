@@ -6,7 +6,8 @@ from jaxpaged.errors import RequestError
 from jaxpaged.openai.chat import chat_job, client_field, read_chat
 from server.answering import respond
 from server.auth import KEY_ID
-from server.state import SERVER, apply_defaults, read_body
+from server.bodies import read_body
+from server.state import SERVER, apply_defaults
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:

@@ -5,7 +5,8 @@ from aiohttp import web
 from jaxpaged.openai.completions import completion_job, read_completion
 from server.answering import respond
 from server.auth import KEY_ID
-from server.state import SERVER, apply_defaults, read_body
+from server.bodies import read_body
+from server.state import SERVER, apply_defaults
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -8,7 +8,8 @@ from aiohttp import web
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.openai import pooling
 from jaxpaged.openai.chunks import Usage, encode
-from server.state import SERVER, read_body
+from server.bodies import read_body
+from server.state import SERVER
 
 type Answer[T] = Callable[[T, ServedPooling, Usage, str], Awaitable[dict[str, Any]]]
 

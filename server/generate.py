@@ -6,7 +6,8 @@ from jaxpaged.errors import RequestError
 from jaxpaged.openai.generate import generate_job, read_generate
 from server.answering import respond
 from server.auth import KEY_ID
-from server.state import SERVER, read_body
+from server.bodies import read_body
+from server.state import SERVER
 
 
 async def generate(request: web.Request) -> web.StreamResponse:

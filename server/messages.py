@@ -16,8 +16,9 @@ from jaxpaged.openai.prompts import encode_chat
 from jaxpaged.openai.tools import tool_use
 from server.answering import stream_outputs
 from server.auth import KEY_ID
+from server.bodies import read_body
 from server.errors import MESSAGES, error_body
-from server.state import SERVER, ServerState, read_body
+from server.state import SERVER, ServerState
 
 
 async def messages(request: web.Request) -> web.StreamResponse:

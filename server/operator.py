@@ -8,7 +8,8 @@ from aiohttp import web
 from jaxpaged.errors import RequestError
 from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.schema import AbortRequest, decode_body
-from server.state import SERVER, read_body
+from server.bodies import read_body
+from server.state import SERVER
 
 _ABORT = msgspec.json.Decoder(AbortRequest)
 

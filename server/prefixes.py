@@ -18,8 +18,9 @@ from jaxpaged.openai.params import salt_of
 from jaxpaged.openai.prompts import completion_prompts, encode_chat
 from jaxpaged.openai.schema import PrefixRequest, decode_body
 from server.auth import KEY_ID, is_admin
+from server.bodies import read_body
 from server.errors import HttpError
-from server.state import SERVER, read_body
+from server.state import SERVER
 
 _PREFIX = msgspec.json.Decoder(PrefixRequest)
 _KIND = "cache.prefix"

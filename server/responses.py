@@ -22,10 +22,11 @@ from jaxpaged.openai.responses.schema import ResponsesRequest, read_responses
 from jaxpaged.openai.responses.store import ResponseStore, StoredResponse, Turn, parsed_bytes
 from server.answering import stream_outputs
 from server.auth import KEY_ID
+from server.bodies import read_body
 from server.errors import HttpError, error_fields, log_refusal
 from server.paging import not_after, order_asked, page_asked, page_of
 from server.sse import EventStream
-from server.state import RETRY_AFTER_S, SERVER, read_body
+from server.state import RETRY_AFTER_S, SERVER
 
 STORE = web.AppKey("responses", ResponseStore)
 MAX_BACKGROUND = 256  # that run at a time, of one key

@@ -61,7 +61,7 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
         code = await _drain(state, at_once)
     else:
         code = EXIT_ENGINE_STOPPED
-        state.is_draining = True
+        state.drain()
         if state.is_running:
             _give_up(state)
         log.error("the engine has stopped: no request can be served, exiting")
@@ -92,7 +92,7 @@ def _give_up(state: ServerState) -> None:
 
 async def _drain(state: ServerState, at_once: asyncio.Event) -> int:
     """Let running requests end; those that cannot in time are told so. The exit code."""
-    state.is_draining = True
+    state.drain()
     limit = state.limits.shutdown_timeout_s
     log.info("shutting down: %d requests have %g s to end", state.num_working, limit)
     watchdog = _until_hung(state, state.limits.watchdog_timeout_s)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import CapacityError, Draining, OutOfTime, RequestError
+from jaxpaged.errors import Draining, OutOfTime, RequestError
 from jaxpaged.openai.chat import ChatForm
 from jaxpaged.openai.chunks import Usage
 from jaxpaged.openai.job import Job
@@ -25,7 +25,7 @@ from server.turns import Turns
 
 RETRY_AFTER_S = 5.0
 LOOK_AGAIN_S = 0.2
-SMALL_BODY = 65_536  # bytes that always find room
+LATE_BODY_S = 2.0  # for bodies to arrive once the server drains
 UNLOGGED_PATHS = frozenset({"/health", "/ping", "/metrics", "/v1/engine/state"})
 
 
@@ -76,6 +76,7 @@ class ServerState:
     is_draining: bool = False
     num_working: int = 0
     num_waiting_bytes: int = 0  # of bodies that are not whole yet
+    arriving: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])  # of these bodies
     open_ids: set[str] = field(default_factory=set[str])  # the engine's, of requests being answered
     open_jobs: list[Job] = field(default_factory=list[Job])
     turns: Turns = field(default_factory=Turns)  # of requests that are read
@@ -98,7 +99,7 @@ class ServerState:
             RateLimited: the key, or all clients together, have used up their minute.
         """
         if self.is_draining:
-            raise Draining("the server is shutting down", retry_after_s=RETRY_AFTER_S)
+            raise shutting_down()
         payer = payer_of(request)
         self.rates.admit(*payer)
         self.num_working += 1
@@ -156,6 +157,14 @@ class ServerState:
             for request_id in job.request_ids:
                 self.engine.fail(request_id, error)
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    def drain(self) -> None:
+        """Take no new work; bodies that are not whole have little time left."""
+        self.is_draining = True
+        seconds = min(LATE_BODY_S, self.limits.shutdown_timeout_s)
+        end = asyncio.get_running_loop().time() + seconds
+        for deadline in self.arriving:
+            deadline.reschedule(min(end, deadline.when() or end))
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """True once no work is left, False after `timeout_s`."""
@@ -253,6 +262,10 @@ SERVER = web.AppKey("server", ServerState)
 USAGE = web.RequestKey("usage", Usage)
 
 
+def shutting_down() -> Draining:
+    return Draining("the server is shutting down", retry_after_s=RETRY_AFTER_S)
+
+
 def payer_of(request: web.Request) -> tuple[str, Limits]:
     """Whose limits a request counts against, beside everybody's."""
     key = request.get(KEY)
@@ -267,44 +280,3 @@ def apply_defaults(body: SamplingFields, limits: ServerLimits) -> None:
         body.stream_options = options
     if limits.stream_interval > 1 and body.stream_interval is None:
         body.stream_interval = limits.stream_interval
-
-
-async def read_body(request: web.Request) -> bytes:
-    """The body, once it is whole and no other has been read in this pass of the event loop.
-
-    Raises:
-        HttpError: too large 413, compressed 415, too slow 408.
-    """
-    state = request.app[SERVER]
-    limits = state.limits
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.lower() != "identity":
-        raise HttpError(415, "Content-Encoding is not served: send the body as it is")
-    if (request.content_length or 0) > limits.max_request_bytes:
-        raise HttpError(413, f"the body is larger than {limits.max_request_bytes} bytes")
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            body = await _arriving(request)
-    except TimeoutError:
-        raise HttpError(
-            408, f"the body did not arrive within {limits.body_timeout_s:g} s"
-        ) from None
-    await state.turns.next()
-    return body
-
-
-async def _arriving(request: web.Request) -> bytes:
-    state, data = request.app[SERVER], bytearray()
-    limits = state.limits
-    try:
-        async for part in request.content.iter_any():
-            data += part
-            state.num_waiting_bytes += len(part)
-            if len(data) > limits.max_request_bytes:
-                raise HttpError(413, f"the body is larger than {limits.max_request_bytes} bytes")
-            is_large = len(data) > SMALL_BODY
-            if is_large and state.num_waiting_bytes > limits.max_waiting_bytes:
-                raise CapacityError("too many large bodies arrive at once: try again")
-    finally:
-        state.num_waiting_bytes -= len(data)
-    return bytes(data)

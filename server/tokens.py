@@ -10,7 +10,8 @@ from jaxpaged.errors import RequestError
 from jaxpaged.openai.chunks import encode
 from jaxpaged.openai.prompts import check_text, encode_chat
 from jaxpaged.openai.schema import DetokenizeRequest, TokenizeRequest, decode_body
-from server.state import SERVER, read_body
+from server.bodies import read_body
+from server.state import SERVER
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)

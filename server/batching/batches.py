@@ -22,8 +22,9 @@ from server.batching.requests import (
     store_of,
     unknown,
 )
+from server.bodies import read_body
 from server.paging import page_asked, page_of
-from server.state import SERVER, read_body
+from server.state import SERVER
 
 MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512  # of metadata
 MAX_WINDOW_S = 30 * 86_400

@@ -15,7 +15,7 @@ import pytest
 from jaxpaged import __version__, cli
 from jaxpaged.config.flags import config_from_args
 from jaxpaged.errors import ConfigError
-from server import command
+from server import command, state
 from server.app import create_app
 from server.auth import ApiKey
 from server.errors import HttpError
@@ -25,6 +25,8 @@ from server.serving import EXIT_DONE, EXIT_ENGINE_STOPPED, bind, close_engine, s
 from server.settings import ServerSettings, flags_from_file, parse, server_settings
 from server.state import ServerLimits
 from tests.server.conftest import COMPLETIONS, Running
+from tests.server.test_protocol import until
+from tests.server.test_slow_clients import connect, post
 from tests.support.fake_engine import fake_llm
 from tests.support.models import write_model
 
@@ -101,6 +103,27 @@ async def test_a_stream_that_cannot_end_in_time_is_told_so(life):
     assert "shut down" in reply.events[-1]["error"]["message"]
     assert await asyncio.wait_for(task, 10) == EXIT_DONE
     assert 0.15 < time.monotonic() - begun < 0.2 + 2
+
+
+async def test_a_body_that_does_not_come_does_not_hold_up_the_end(life, monkeypatch):
+    monkeypatch.setattr(state, "LATE_BODY_S", 0.3)
+    running, task = await life(shutdown_timeout_s=60)
+    stuck, writer = await connect(running)
+    coming, late = await connect(running)
+    whole = post(COMPLETIONS, {"prompt": "ABC", "max_tokens": 3, "temperature": 0})
+    for half in (writer, late):
+        half.write(whole[:-5])
+    await until(lambda: running.state.num_working == 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: running.state.is_draining)
+    late.write(whole[-5:])
+    assert b"DEF" in await asyncio.wait_for(coming.readuntil(b"usage"), 10)
+    answer = await asyncio.wait_for(stuck.readuntil(b"}"), 10)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"shutting down" in answer
+    assert await asyncio.wait_for(task, 10) == EXIT_DONE
+    for each in (writer, late):
+        each.close()
 
 
 async def test_a_second_signal_ends_it_at_once(life):
