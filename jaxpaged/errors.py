@@ -61,7 +61,7 @@ class PromptTooLong(RequestError):
     def __init__(self, prompt_len: int, max_tokens: int, context_len: int):
         room = context_len - prompt_len
         asked = f" and {max_tokens} more are asked for" if max_tokens else ""
-        less = f", or ask for at most {room} more" if room > 0 else ""
+        less = f", or lower max_tokens to {room}" if room > 0 else ""
         super().__init__(
             f"the prompt has {prompt_len} tokens{asked}, over the model's maximum context length "
             f"of {context_len} tokens: shorten the prompt by {max_tokens - room}{less}",

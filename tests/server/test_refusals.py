@@ -112,7 +112,7 @@ async def test_what_is_over_the_context_is_told_in_one_way(start, num_tokens, mo
     as_ids = await server.post({"prompt": [33] * num_tokens} | more)
     assert (await server.post({"prompt": "A" * num_tokens} | more)).body == as_ids.body
     excess = num_tokens + more.get("max_tokens", 16) - 256
-    less = ", or ask for at most 6 more" if num_tokens < 256 else ""
+    less = ", or lower max_tokens to 6" if num_tokens < 256 else ""
     assert as_ids.error["message"] == (
         f"the prompt has {said}, over the model's maximum context length of 256 tokens: "
         f"shorten the prompt by {excess}{less}"
