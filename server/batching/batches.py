@@ -1,6 +1,5 @@
 """/v1/batches: files of requests, answered when there is room."""
 
-import asyncio
 import re
 import time
 import uuid
@@ -22,6 +21,7 @@ from server.batching.requests import (
     store_of,
     unknown,
 )
+from server.batching.store import done_anyway
 from server.bodies import read_body
 from server.paging import page_asked, page_of
 from server.state import SERVER
@@ -38,7 +38,7 @@ async def create(request: web.Request) -> web.Response:
     with server.work(request):
         body = decode_body(await read_body(request), _BATCH)
         batch = _batch(body, request[KEY_ID])
-        await asyncio.shield(runner.create(batch, owner_of(request)))
+        await done_anyway(runner.create(batch, owner_of(request)))
     return json(batch.fields())
 
 
@@ -55,7 +55,7 @@ async def retrieve(request: web.Request) -> web.Response:
 async def cancel(request: web.Request) -> web.Response:
     """Begin to end a batch, and keep what has been answered. A second time changes nothing."""
     runner, batch = runner_of(request), await _found(request)
-    batch = await asyncio.shield(runner.cancel(batch.batch_id))
+    batch = await done_anyway(runner.cancel(batch.batch_id))
     if batch.cancelling_at is None:
         raise RequestError(f"the batch is {batch.status}: it cannot be cancelled any more")
     return json(batch.fields())

@@ -9,7 +9,7 @@ import sqlite3
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +22,17 @@ from server.errors import HttpError
 
 MAX_UPLOADS = 16  # of one key at a time
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+async def done_anyway[T](work: Awaitable[T]) -> T:
+    """What `work` gives. A caller that is cancelled leaves it to be done, and its failure untold.
+
+    `asyncio.shield` would log that failure, which may be the fault of a client that has gone.
+    """
+    future = asyncio.ensure_future(work)
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    await asyncio.wait([future])
+    return future.result()
 
 
 class BatchStore:
@@ -71,8 +82,7 @@ class BatchStore:
             with refusing():
                 return work(*arguments, **keywords)
 
-        done = asyncio.get_running_loop().run_in_executor(self._thread, call)
-        return await asyncio.shield(done)
+        return await done_anyway(asyncio.get_running_loop().run_in_executor(self._thread, call))
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import json
 import threading
 import time
@@ -19,6 +20,7 @@ from server.batching.store import BatchStore
 from server.limits import Limits
 from tests.server.batching.conftest import KEYS, jsonl, line
 from tests.server.conftest import CHAT, COMPLETIONS
+from tests.server.test_protocol import until
 
 PATH = "/v1/batches"
 
@@ -254,6 +256,22 @@ async def test_what_a_caller_that_is_cancelled_asked_for_is_done(tmp_path):
     await asyncio.gather(first, second, return_exceptions=True)
     store.close()
     assert closed == [1]
+
+
+async def test_a_client_that_leaves_before_its_batch_is_refused_is_no_error(serve, caplog):
+    server = await serve()
+    gate, store = threading.Event(), server.app[requests.RUNNER].store
+    blocking = asyncio.create_task(store.run(gate.wait))
+    body = {"input_file_id": "file-x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+    leaving = asyncio.create_task(server.post(body, PATH))
+    await until(lambda: store._thread._work_queue.qsize() == 1)
+    leaving.cancel()
+    await until(lambda: server.state.num_working == 0)
+    gate.set()
+    await blocking
+    assert (await server.post(body, PATH)).status == 400
+    gc.collect()
+    assert all(record.levelname != "ERROR" for record in caplog.records)
 
 
 async def test_a_full_disk_holds_a_batch_up_and_loses_nothing(serve, client_of, monkeypatch):
