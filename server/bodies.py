@@ -1,14 +1,40 @@
 """Bodies of requests: bounded in size, in time, and all together."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
 from jaxpaged.errors import CapacityError
 from server.errors import HttpError
-from server.state import SERVER, shutting_down
+from server.state import LATE_BODY_S, SERVER, ServerState, shutting_down
 
 SMALL_BODY = 65_536  # bytes that always find room
+
+
+@asynccontextmanager
+async def arriving(state: ServerState) -> AsyncGenerator[None]:
+    """The time in which a body, or a part of one, must arrive; little once the server drains.
+
+    Raises:
+        TimeoutError: it did not.
+        Draining: it did not, and the server shuts down.
+    """
+    seconds = state.limits.body_timeout_s
+    if state.is_draining:
+        seconds = min(seconds, LATE_BODY_S)
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            state.arriving.add(deadline)
+            try:
+                yield
+            finally:
+                state.arriving.discard(deadline)
+    except TimeoutError:
+        if state.is_draining:
+            raise shutting_down() from None
+        raise
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -26,15 +52,9 @@ async def read_body(request: web.Request) -> bytes:
     if (request.content_length or 0) > limits.max_request_bytes:
         raise HttpError(413, f"the body is larger than {limits.max_request_bytes} bytes")
     try:
-        async with asyncio.timeout(limits.body_timeout_s) as deadline:
-            state.arriving.add(deadline)
-            try:
-                body = await _arriving(request)
-            finally:
-                state.arriving.discard(deadline)
+        async with arriving(state):
+            body = await _arriving(request)
     except TimeoutError:
-        if state.is_draining:
-            raise shutting_down() from None
         raise HttpError(
             408, f"the body did not arrive within {limits.body_timeout_s:g} s"
         ) from None

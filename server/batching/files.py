@@ -1,7 +1,5 @@
 """/v1/files: what batches read and leave."""
 
-import asyncio
-
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -10,9 +8,10 @@ from server.auth import KEY_ID
 from server.batching.records import INPUT, StoredFile
 from server.batching.requests import ExpiresAfter, id_of, json, owner_of, store_of, unknown
 from server.batching.store import Upload
+from server.bodies import arriving
 from server.errors import HttpError
 from server.paging import order_asked, page_asked, page_of
-from server.state import SERVER
+from server.state import SERVER, ServerState
 
 CHUNK = 2**20  # bytes between two writes to the disk
 MAX_FIELD = 1000  # bytes of a field that is no file
@@ -86,33 +85,34 @@ async def _read_form(
 ) -> tuple[dict[str, str], str | None]:
     """The fields of a form, and the name of the file in it, whose content goes to the disk."""
     fields, filename = dict[str, str](), None
-    seconds = request.app[SERVER].limits.body_timeout_s
+    state = request.app[SERVER]
     try:
         form = await request.multipart()
         for _ in range(MAX_FIELDS):
-            async with asyncio.timeout(seconds):
+            async with arriving(state):
                 part = await form.next()
             if part is None:
                 return fields, filename
             if not isinstance(part, BodyPartReader) or part.name is None:
                 raise RequestError("the form has a part without a name")
             if part.name != "file":
-                fields[part.name] = await _read_field(part, seconds)
+                fields[part.name] = await _read_field(part, state)
             elif filename is not None:
                 raise RequestError("the form has two files: send one", param="file")
             else:
                 filename = part.filename or ""
-                await _read_file(part, received, max_bytes, seconds)
+                await _read_file(part, received, max_bytes, state)
     except TimeoutError:
+        seconds = state.limits.body_timeout_s
         raise HttpError(408, f"the file did not come at a MiB in {seconds:g} s") from None
     except (ValueError, HttpProcessingError) as error:
         raise RequestError(f"the form cannot be read: {str(error)[:100]!r}") from None
     raise RequestError(f"the form has over {MAX_FIELDS} parts")
 
 
-async def _read_field(part: BodyPartReader, seconds: float) -> str:
+async def _read_field(part: BodyPartReader, state: ServerState) -> str:
     data = b""
-    async with asyncio.timeout(seconds):
+    async with arriving(state):
         while chunk := await part.read_chunk():
             data += chunk
             if len(data) > MAX_FIELD:
@@ -121,12 +121,12 @@ async def _read_field(part: BodyPartReader, seconds: float) -> str:
 
 
 async def _read_file(
-    part: BodyPartReader, received: Upload, max_bytes: int, seconds: float
+    part: BodyPartReader, received: Upload, max_bytes: int, state: ServerState
 ) -> None:
     is_whole = False
     while not is_whole:
         data = bytearray()
-        async with asyncio.timeout(seconds):
+        async with arriving(state):
             while len(data) < CHUNK and not is_whole:
                 chunk = await part.read_chunk(CHUNK)
                 data += chunk

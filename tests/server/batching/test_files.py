@@ -12,12 +12,14 @@ import pytest
 from yarl import URL
 
 from jaxpaged.errors import ConfigError
+from server import state
 from server.batching import store as store_module
 from server.batching.database import Database
 from server.batching.records import StoredFile
 from server.batching.requests import RUNNER
 from server.batching.store import BatchStore
 from server.state import ServerLimits
+from tests.server.test_protocol import until
 
 PATH = "/v1/files"
 
@@ -335,3 +337,19 @@ def test_a_folder_serves_one_server_and_is_swept(tmp_path):
     (tmp_path / "batches.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match="sqlite cannot"):
         BatchStore(tmp_path, 1, 1)
+
+
+async def test_an_upload_that_stands_still_does_not_hold_up_the_end(serve, monkeypatch):
+    monkeypatch.setattr(state, "LATE_BODY_S", 0.2)
+    server = await serve()
+    data = form(PURPOSE, ("file", "a", b"x" * 1000))["data"]
+
+    async def half():
+        yield data[: len(data) // 2]
+        await until(lambda: server.state.num_working == 1)
+        server.state.drain()
+        await asyncio.sleep(10)
+
+    reply = await server.send("POST", PATH, **form(PURPOSE) | {"data": half()})
+    assert (reply.status, left(server)) == (503, [])
+    assert "shutting down" in reply.error["message"]
