@@ -1,11 +1,13 @@
 """`python -m server MODEL` and `jaxpaged serve MODEL`."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from jaxpaged.config.flags import config_from_args
@@ -53,14 +55,13 @@ def _run(argv: Sequence[str], prog: str, worker: str) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
     logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every device it lacks
-    try:
-        listening = bind(settings)
-    except OSError as error:
-        where = settings.uds or f"{settings.host}:{settings.port}"
-        raise ConfigError(f"{where} cannot be listened on: {error.strerror}") from None
-    with listening:
+    with ExitStack() as open_sockets:
+        listening, metrics = open_sockets.enter_context(bind(settings)), None
+        if settings.metrics_port is not None:
+            at_port = dataclasses.replace(settings, port=settings.metrics_port, uds=None)
+            metrics = open_sockets.enter_context(bind(at_port))
         store = open_store(settings.limits)
-        code = asyncio.run(_serve(config, settings, listening, worker, store))
+        code = asyncio.run(_serve(config, settings, listening, metrics, worker, store))
     if settings.uds is not None:
         Path(settings.uds).unlink(missing_ok=True)
     return code
@@ -70,6 +71,7 @@ async def _serve(
     config: EngineConfig,
     settings: ServerSettings,
     listening: socket.socket,
+    metrics_listening: socket.socket | None,
     worker: str,
     store: BatchStore | None,
 ) -> int:
@@ -90,7 +92,7 @@ async def _serve(
             engine, settings.api_keys, settings.limits, store, pooling, settings.middlewares
         )
         calm_collector()
-        code = await serve(app, listening, settings)
+        code = await serve(app, listening, settings, metrics_listening)
     finally:
         closed = [await asyncio.to_thread(close_engine, engine) for engine in engines]
     if not all(closed):

@@ -1,6 +1,7 @@
 """An application on a socket: the HTTP settings that the handlers rely on."""
 
 import asyncio
+import os
 import resource
 import socket
 import ssl
@@ -9,6 +10,7 @@ from typing import Self
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from jaxpaged.errors import ConfigError
 from server.deadlines import TimedConnection
 from server.errors import HttpError, error_response, log_refusal
 from server.state import SERVER
@@ -29,6 +31,14 @@ def connection_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(SPARE_FILES, most - SPARE_FILES)
+
+
+def address_of(listening: socket.socket) -> str:
+    """Where a socket listens, as one writes it."""
+    if listening.family == socket.AF_UNIX:
+        return str(listening.getsockname())
+    host, port = listening.getsockname()[:2]
+    return f"{host}:{port}"
 
 
 class HttpProtocol(RequestHandler):
@@ -78,18 +88,24 @@ class Listener:
         listening: socket.socket,
         ssl_context: ssl.SSLContext | None = None,
     ) -> Self:
-        """Accept on a socket that is bound already."""
+        """Accept on a socket that is bound already.
+
+        Raises:
+            ConfigError: another that was bound to the same address accepts on it.
+        """
         listener = cls(app)
         await listener._runner.setup()
         loop = asyncio.get_running_loop()
-        if listening.family == socket.AF_UNIX:
-            listener._sockets = await loop.create_unix_server(
+        is_unix = listening.family == socket.AF_UNIX
+        create = loop.create_unix_server if is_unix else loop.create_server
+        try:
+            listener._sockets = await create(
                 listener._connect, sock=listening, ssl=ssl_context, backlog=BACKLOG
             )
-        else:
-            listener._sockets = await loop.create_server(
-                listener._connect, sock=listening, ssl=ssl_context, backlog=BACKLOG
-            )
+        except OSError as error:
+            raise ConfigError(
+                f"{address_of(listening)} cannot be listened on: {os.strerror(error.errno or 0)}"
+            ) from None
         return listener
 
     async def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import re
 import signal
@@ -14,9 +13,9 @@ from aiohttp import web
 
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import Draining, EngineStopped, JaxPagedError
+from jaxpaged.errors import ConfigError, Draining, EngineStopped, JaxPagedError
 from server.app import create_metrics_app
-from server.listener import Listener
+from server.listener import Listener, address_of
 from server.settings import ServerSettings
 from server.state import RETRY_AFTER_S, SERVER, ServerState
 from server.warmup import warm_up
@@ -31,8 +30,17 @@ RATES_S = 60.0
 EXIT_DONE, EXIT_ENGINE_STOPPED = 0, 1
 
 
-async def serve(app: web.Application, listening: socket.socket, settings: ServerSettings) -> int:
-    """Serve until a signal comes or the engine stops; returns the exit code."""
+async def serve(
+    app: web.Application,
+    listening: socket.socket,
+    settings: ServerSettings,
+    metrics_listening: socket.socket | None = None,
+) -> int:
+    """Serve until a signal comes or the engine stops; returns the exit code.
+
+    Raises:
+        ConfigError: another process has begun to listen on an address meanwhile.
+    """
     state = app[SERVER]
     stop, at_once = asyncio.Event(), asyncio.Event()
 
@@ -47,8 +55,8 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
     certificates = settings.certificates
     context = None if certificates is None else certificates.context()
     listener = await Listener.start(app, listening, context)
-    metrics = await _serve_metrics(state, settings)
-    log.info("serving %s on %s", ", ".join(state.model_names), _where(listening))
+    metrics = await _serve_metrics(state, metrics_listening)
+    log.info("serving %s on %s", ", ".join(state.model_names), address_of(listening))
     if not settings.api_keys:
         log.warning("no --api-key: anyone who reaches this address may use it")
     beside = [asyncio.create_task(_tell_rates(state.engine))] if settings.logs_rates else []
@@ -75,10 +83,9 @@ async def serve(app: web.Application, listening: socket.socket, settings: Server
     return code
 
 
-async def _serve_metrics(state: ServerState, settings: ServerSettings) -> Listener | None:
-    if settings.metrics_port is None:
+async def _serve_metrics(state: ServerState, listening: socket.socket | None) -> Listener | None:
+    if listening is None:
         return None
-    listening = bind(dataclasses.replace(settings, port=settings.metrics_port, uds=None))
     return await Listener.start(create_metrics_app(state), listening)
 
 
@@ -125,8 +132,9 @@ def bind(settings: ServerSettings) -> socket.socket:
     """Take the address before the model is loaded; nobody is accepted yet.
 
     Raises:
-        OSError: it cannot be taken.
+        ConfigError: it cannot be taken.
     """
+    where = settings.uds or f"{settings.host}:{settings.port}"
     if settings.uds is not None:
         family, address = socket.AF_UNIX, settings.uds
     else:
@@ -136,9 +144,9 @@ def bind(settings: ServerSettings) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
+        raise ConfigError(f"{where} cannot be listened on: {error.strerror}") from None
     return listening
 
 
@@ -190,10 +198,3 @@ async def _tokens(engine: ServedEngine) -> list[float]:
     names = ("prompt_tokens", "generation_tokens")
     found = [re.findall(rf"^vllm:{name}_total\S* (\S+)$", text, re.MULTILINE) for name in names]
     return [sum(map(float, values)) for values in found]
-
-
-def _where(listening: socket.socket) -> str:
-    if listening.family == socket.AF_UNIX:
-        return str(listening.getsockname())
-    host, port = listening.getsockname()[:2]
-    return f"{host}:{port}"

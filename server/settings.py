@@ -118,11 +118,17 @@ def _fingerprint(args: argparse.Namespace) -> tuple[FingerprintMode, str]:
     return args.fingerprint_mode, args.fingerprint_value
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_ports(args: argparse.Namespace) -> None:
     for name in ("port", "metrics_port"):
         port = getattr(args, name)
         if port is not None and not 0 <= port < 2**16:
             raise ConfigError(f"--{name.replace('_', '-')} is {port}, allowed are 0 to {2**16 - 1}")
+    if args.metrics_port and args.metrics_port == args.port and args.uds is None:
+        raise ConfigError(f"--metrics-port and --port are both {args.port}: give two ports")
+
+
+def _check(args: argparse.Namespace) -> None:
+    _check_ports(args)
     for name in (
         "max_requests_per_minute", "max_tokens_per_minute", "max_request_bytes",
         "max_batch_file_bytes", "max_batch_key_bytes", "max_batch_inflight", "stream_interval",

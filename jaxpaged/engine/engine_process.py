@@ -66,6 +66,7 @@ class EngineProcess:
             found = await meanwhile
             ready = await connection.ready
         except BaseException as error:
+            connection.ready.add_done_callback(lambda late: late.cancelled() or late.exception())
             if isinstance(error, EngineStopped):  # it is writing why it ends
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     await asyncio.to_thread(process.wait, CLOSE_S)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.remote import RemoteLLM
-from jaxpaged.engine.wire import Frames, Refusal, frame, to_front
+from jaxpaged.engine.wire import Frames, Refusal, Start, frame, to_front
 from jaxpaged.errors import (
     ConfigError,
     EngineStopped,
@@ -53,6 +54,19 @@ async def until(claim, seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
         while not claim():
             await asyncio.sleep(0.01)
+
+
+async def test_what_cannot_be_read_beside_the_process_is_told_once(tmp_path, caplog):
+    async def template():
+        raise ConfigError("no such file")
+
+    model = ModelSettings(str(write_model("S", tmp_path)), ("S",))
+    start = Start(EngineConfig(model=model), "info", False)
+    with pytest.raises(ConfigError, match="no such file"):
+        await RemoteLLM.open(start, template(), WORKER)
+    await asyncio.sleep(0.1)
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_it_answers_refuses_and_gives_up_what_is_left(remote):

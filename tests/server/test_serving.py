@@ -21,6 +21,7 @@ from server.auth import ApiKey
 from server.errors import HttpError
 from server.fingerprint import system_fingerprint
 from server.flags import make_parser
+from server.listener import Listener
 from server.serving import EXIT_DONE, EXIT_ENGINE_STOPPED, bind, close_engine, serve
 from server.settings import ServerSettings, flags_from_file, parse, server_settings
 from server.state import ServerLimits
@@ -203,6 +204,7 @@ def test_keys_come_from_flags_and_from_a_file(tmp_path):
         (["--ssl-keyfile", "k"], "--ssl-certfile"),
         (["--ssl-certfile", "missing"], "--ssl-certfile"),
         (["--metrics-port", "70000"], "--metrics-port is 70000"),
+        (["--port", "9000", "--metrics-port", "9000"], "are both 9000"),
         (["--root-path", "x"], "--root-path is 'x'"),
         (["--warmup-file", "missing"], "--warmup-file missing is no file"),
         (["--stall-timeout", "-1"], "--stall-timeout is -1"),
@@ -304,6 +306,29 @@ def test_an_address_in_use_is_found_before_the_model_is_loaded(capsys):
     assert code == 2
     assert f"127.0.0.1:{port} cannot be listened on" in told
     assert told.count("\n") == 1
+
+
+def test_a_metrics_port_in_use_is_found_before_the_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--host", "127.0.0.1", "--port", "0", "--metrics-port", port]
+        assert command.main(["no-such-model", *flags]) == 2
+    told = capsys.readouterr().err
+    assert f"127.0.0.1:{port} cannot be listened on" in told
+    assert told.count("\n") == 1
+
+
+async def test_of_two_servers_that_start_together_one_is_told_that_the_address_is_taken(tmp_path):
+    llm, _ = fake_llm(tmp_path)
+    first = ServerSettings("127.0.0.1", 0, None, (), None, ServerLimits(), "info")
+    with bind(first) as one:
+        port = one.getsockname()[1]
+        with bind(dataclasses.replace(first, port=port)) as other:  # as none listens yet
+            listener = await Listener.start(create_app(llm), one)
+            with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be listened on: Addr"):
+                await serve(create_app(llm), other, first)
+            await listener.close()
+    llm.close()
 
 
 def test_a_model_that_is_not_there_is_one_line_and_code_2(capsys, tmp_path):
