@@ -17,7 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from jaxpaged.core.limits import SchedulerLimits
+from jaxpaged.core.limits import Admission, SchedulerLimits
 from jaxpaged.core.local_pages import LocalPages, most_of_decode
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import OutputKind, SamplingParams
@@ -30,6 +30,7 @@ from jaxpaged.core.sequence import SeqState, Sequence
 
 VOCAB, EOS = 32_000, 2
 PROMPT_LENS, OUTPUT_LENS = (32, 1024), (32, 512)  # of what fills the pages
+ADMISSIONS: tuple[Admission, ...] = ("foresee", "foresee", "evict", "no-evict")
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "fair", "sjf")
 
 
@@ -171,7 +172,7 @@ def random_workload(seed: int) -> int:
         long_prefill_token_threshold=rng.choice([0, 0, 3]),
         max_num_scored_tokens=rng.choice([2, 8, 256]),
         reserve_full_prompt=rng.random() < 0.5,
-        reserve_whole_answer=rng.random() < 0.2,
+        admission=rng.choice(ADMISSIONS),
         scheduling_policy=rng.choice(POLICIES),
         preemption_mode=rng.choice(["auto", "recompute", "swap"]),
         num_host_pages=rng.choice([0, 0, 8, 24, 64]),
@@ -185,7 +186,8 @@ def random_workload(seed: int) -> int:
         local = LocalPages(pool, window, rng.randint(fewest, 3 * fewest))
     scheduler = Scheduler(limits, pool, PrefixCache(pool, rng.choice([256, 4])), local)
     simulation, seqs = Simulation(scheduler, rng), list[Sequence]()
-    arrivals = sorted(rng.randrange(20) for _ in range(rng.randint(1, 10)))
+    most = rng.choice([10] * 19 + [80])  # many, so that lengths of the first ones foretell others
+    arrivals = sorted(rng.randrange(20) for _ in range(rng.randint(1, most)))
     max_in_flight, step = rng.choice([1, 2, 2]), 0
     while arrivals or simulation.has_work:
         while arrivals and arrivals[0] <= step:

@@ -161,8 +161,10 @@ class SchedulerSettings:
         "what becomes of a preempted sequence's KV; auto: to host memory, if there is --swap-space "
         "and it is estimated cheaper than computing it again",
     )
-    admission: Literal["evict", "no-evict"] = setting(
-        "evict", "no-evict: admit a sequence only when all of its max_tokens fit: no preemption"
+    admission: Literal["foresee", "evict", "no-evict"] = setting(
+        "foresee",
+        "admit a sequence when, as far as lengths can be foretold, pages suffice until all have "
+        "ended; evict: when its prompt fits; no-evict: when all of its max_tokens fit, too",
     )
     record: str | None = setting(
         None, "file for all that the scheduler is asked, token ids included, for `jaxpaged replay`"

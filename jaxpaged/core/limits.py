@@ -10,8 +10,9 @@ from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.errors import ConfigError, InvariantError
 
 type PreemptionMode = Literal["auto", "recompute", "swap"]
+type Admission = Literal["foresee", "evict", "no-evict"]
 _NOT_COUNTS = (
-    *("scheduling_policy", "speculation", "preemption_mode", "step_sizes"),
+    *("admission", "scheduling_policy", "speculation", "preemption_mode", "step_sizes"),
     *("swap_gain", "draft_cost", "single_cost"),
 )
 
@@ -27,7 +28,9 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0: no limit
     max_num_scored_tokens: int = 256  # most tokens of a step in which a row wants prompt logprobs
     reserve_full_prompt: bool = True  # admit a sequence only when all its known tokens find pages
-    reserve_whole_answer: bool = False  # and all it may sample too: nothing is ever preempted
+    # foresee: and when pages will suffice for all that run, as far as lengths can be foretold;
+    # no-evict: when they suffice for all that everybody may sample: nothing is ever preempted
+    admission: Admission = "foresee"
     scheduling_policy: PolicyName = "fcfs"
     speculation: Speculation | None = None  # None drafts nothing
     num_stages: int = 1  # of devices that a step goes through: so many steps share no decode
@@ -57,11 +60,11 @@ class SchedulerLimits:
     @property
     def reserves(self) -> bool:
         """Admission looks at more pages than a sequence's first step needs."""
-        return self.reserve_full_prompt or self.reserve_whole_answer
+        return self.reserve_full_prompt or self.admission == "no-evict"
 
     def num_reserved_tokens(self, seq: Sequence) -> int:
         """Tokens for which admission looks for pages, where it looks further than a step."""
-        if self.reserve_whole_answer:
+        if self.admission == "no-evict":
             return seq.num_needed_tokens
         return min(seq.num_known_tokens, seq.num_needed_tokens)
 

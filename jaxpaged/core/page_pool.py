@@ -1,5 +1,6 @@
 """Who holds which page."""
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -91,6 +92,13 @@ class PagePool:
         """How many of these pages nobody holds; sharing them makes `num_free` that much smaller."""
         holders = self._num_holders
         return [holders[page_id] for page_id in page_ids].count(0)
+
+    def num_shared(self, page_ids: Seq[int]) -> int:
+        """How many of a sequence's leading pages it does not hold alone."""
+        holders = self._num_holders
+        if not page_ids or holders[page_ids[0]] < 2:
+            return 0  # who shares a page shares those before it
+        return bisect_left(page_ids, True, key=lambda page_id: holders[page_id] < 2)
 
     def take(self, num_pages: int, num_bare: int = 0) -> list[int]:
         """Hand out pages of undefined content, evicting the oldest cached ones if need be.

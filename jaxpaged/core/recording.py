@@ -161,7 +161,7 @@ class _Player:
 
     def __init__(self, start: dict[str, Any]):
         pool = PagePool(start["num_pages"], start["page_size"])
-        limits = msgspec.convert(start["limits"], SchedulerLimits)
+        limits = msgspec.convert(_with_admission(start["limits"]), SchedulerLimits)
         local = None
         if start.get("window"):
             local = LocalPages(pool, start["window"], start["num_local_pages"])
@@ -199,6 +199,12 @@ class _Player:
             case other:
                 raise LookupError(f"unknown event {other!r}")
         return True
+
+
+def _with_admission(limits: dict[str, Any]) -> dict[str, Any]:
+    """Limits of a record, from before there was foresight too."""
+    admission = "no-evict" if limits.get("reserve_whole_answer") else "evict"
+    return {"admission": admission} | limits
 
 
 def _read(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

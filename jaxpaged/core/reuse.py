@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from jaxpaged.core.cached_page import Begun, CachedPage
+from jaxpaged.core.foresight import Foresight
 from jaxpaged.core.forks import Forks
 from jaxpaged.core.host_prefixes import HostPrefixes
 from jaxpaged.core.host_tier import HostTier
@@ -52,6 +53,7 @@ class PageReuse:
         self.host: HostPrefixes | None = None
         if limits.num_host_pages and limits.enable_prefix_caching and local is None:
             self.host = HostPrefixes(self.tier, pool, cache)
+        self._foresight = Foresight(pool) if limits.admission == "foresee" else None
         most_pinned = pool.num_usable - pool.pages_for(limits.max_model_len)
         self.pinned = PinnedPrefixes(pool, cache, most_pinned, local)
         # chunks of whole pages: where they end, another with the same prompt can take over
@@ -124,11 +126,13 @@ class PageReuse:
     def fits_unshared(self, seq: Sequence, claimed: Claimed) -> bool:
         """Whether a waiting sequence certainly finds pages; no prefix is looked up."""
         pages = self._pool.pages_for(self._limits.num_reserved_tokens(seq))
-        return self._local is None and pages + claimed[0] <= self._pool.num_free
+        fits = self._local is None and pages + claimed[0] <= self._pool.num_free
+        return fits and (self._foresight is None or self._foresight.fits(seq, []))
 
     def _num_fitting(self, seq: Sequence, hit: Hit, draft: PlanDraft, claimed: Claimed) -> int:
         q_len = draft.choose_q_len(seq, hit.num_tokens)
         fits = q_len > 0 and self._fits(seq, hit, hit.num_tokens + q_len, claimed)
+        fits = fits and (self._foresight is None or self._foresight.fits(seq, hit.page_ids))
         return q_len if fits else 0
 
     def num_uncached(self, seq: Sequence) -> int:
@@ -190,6 +194,8 @@ class PageReuse:
             self.tier.brings_back(seq, num_shared, hit.num_tokens)
         if begun:
             draft.page_copies.append((begun.page_id, seq.page_ids[num_shared]))
+        if self._foresight is not None:
+            self._foresight.enter(seq)
 
     def joins(self, seq: Sequence) -> bool:
         """Share pages after the sequence's own that another computed, or will in this step."""
@@ -226,6 +232,8 @@ class PageReuse:
 
     def finishing(self, seq: Sequence, reason: str) -> None:
         """A sequence that ran is about to give its pages back."""
+        if self._foresight is not None:
+            self._foresight.finishing(seq, reason)
         if reason == "error":  # what is in the pages that it computed must not be used
             self._cache.forget_pages(seq.page_ids[seq.num_shared_pages :])
         elif seq.request.pin and reason == "length":
@@ -233,12 +241,16 @@ class PageReuse:
 
     def leave(self, seq: Sequence) -> None:
         """Give all pages of a sequence back."""
+        if self._foresight is not None:
+            self._foresight.leave(seq)
         if self._local is not None:
             self._local.leave(seq)
         self._pool.give_back(seq.page_ids)
 
     def end_plan(self, draft: PlanDraft) -> None:
         """No more pages are taken for this step."""
+        if self._foresight is not None:
+            self._foresight.end_plan()
         if not draft.page_copies:
             return
         sources, targets = zip(*draft.page_copies, strict=True)

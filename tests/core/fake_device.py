@@ -49,6 +49,7 @@ def make_limits(**changes):
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
         "reserve_full_prompt": False,
+        "admission": "evict",
     }
     return SchedulerLimits(**fields | changes)
 

@@ -119,7 +119,7 @@ def test_one_whose_tokens_are_in_flight_does_not_count_as_another():
         ({"max_num_seqs": 2}, 4),
         ({"num_pages": 9, "reserve_full_prompt": True}, 25),  # 5 pages are free, 7 needed
         ({"num_pages": 4}, 4),  # no page is free
-        ({"num_pages": 6, "reserve_whole_answer": True}, 4),  # 2 are free, and to be taken
+        ({"num_pages": 6, "admission": "no-evict"}, 4),  # 2 are free, and to be taken
     ],
 )
 def test_one_that_finds_no_slot_or_no_pages_does_not_count_as_another(limits, num_tokens):

@@ -239,10 +239,10 @@ def test_a_running_sequence_loses_rank_once_in_256_tokens_of_output(policy):
 
 
 def test_a_sequence_is_admitted_only_when_its_whole_answer_fits_beside_the_others():
-    scheduler = make_scheduler(num_pages=9, reserve_whole_answer=True)
+    scheduler = make_scheduler(num_pages=9, admission="no-evict")
     add(scheduler, make_sequence(0, prompt(0, 4), 13), make_sequence(1, prompt(20, 4), 14))
     assert admitted(scheduler) == [0]
-    scheduler = make_scheduler(num_pages=9, reserve_whole_answer=True)
+    scheduler = make_scheduler(num_pages=9, admission="no-evict")
     add(scheduler, make_sequence(0, prompt(0, 4), 13), make_sequence(1, prompt(20, 4), 13))
     assert admitted(scheduler) == [0, 1]
 
@@ -254,7 +254,7 @@ def test_nothing_is_preempted_where_admission_counts_whole_answers():
         Loop(scheduler).run(seqs)
         return scheduler.num_preemptions, [seq.token_ids for seq in seqs]
 
-    (with_eviction, tokens), (without, same) = storm(), storm(reserve_whole_answer=True)
+    (with_eviction, tokens), (without, same) = storm(), storm(admission="no-evict")
     assert with_eviction > 5
     assert without == 0
     assert same == tokens

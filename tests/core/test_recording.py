@@ -10,7 +10,7 @@ from jaxpaged.core.recording import RecordedScheduler, replay
 from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
 from jaxpaged.errors import ConfigError
 from jaxpaged.replay import main
-from tests.core.fake_device import Loop, make_scheduler, make_sequence
+from tests.core.fake_device import EOS, Loop, make_scheduler, make_sequence
 from tests.core.test_schedule_workloads import MAX_LEN, PAGES_OF_LONGEST, Job, sequences_of
 
 
@@ -70,6 +70,41 @@ def test_a_recorded_storm_is_planned_the_same_again(tmp_path, policy, window, mo
     assert main([str(file)]) == 0
     assert "all as recorded" in capsys.readouterr().out
     assert file.stat().st_mode & 0o077 == 0
+
+
+def record_answers(file, admission):
+    """More answers than it takes to foretell some; a few cannot stop. There are too few pages."""
+    options = [{}, {}, {}, {"ignore_eos": True}, {"n": 2, "logit_bias": {EOS: -0.1}}]
+    jobs = [
+        Job((7,) * (i % 9) + (6, i % 4), 9 + i % 23, options[i % 5], "", i // 3, None)
+        for i in range(80)
+    ]
+    limits = {"max_num_seqs": 8, "max_model_len": MAX_LEN, "admission": admission}
+    loop = Loop(RecordedScheduler(make_scheduler(num_pages=19, **limits), file))
+    loop.run(chain(*sequences_of(jobs)))
+    return loop
+
+
+def test_what_is_foreseen_of_lengths_is_foreseen_again(tmp_path):
+    file = tmp_path / "run.jsonl"
+    loop = record_answers(file, "foresee")
+    assert len(loop.scheduler._reuse._foresight._lengths) > 60
+    found = replay(file)
+    assert (found.mismatch, found.num_plans) == (None, loop.num_steps)
+    file.write_text(file.read_text().replace('"admission":"foresee"', '"admission":"evict"', 1))
+    assert replay(file).mismatch is not None
+
+
+@pytest.mark.parametrize(("admission", "before"), [("evict", "false"), ("no-evict", "true")])
+def test_a_record_from_before_there_was_foresight_is_planned_the_same_again(
+    tmp_path, admission, before
+):
+    file = tmp_path / "run.jsonl"
+    record_answers(file, admission)
+    now, then = f'"admission":"{admission}"', f'"reserve_whole_answer":{before}'
+    assert now in file.read_text()
+    file.write_text(file.read_text().replace(now, then, 1))
+    assert replay(file).mismatch is None
 
 
 def test_of_a_grammar_it_is_kept_that_there_is_one(tmp_path):

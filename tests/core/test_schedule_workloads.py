@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.core import foresight
 from jaxpaged.core.local_pages import most_of_decode
 from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.sequence import SeqState
@@ -22,6 +23,14 @@ from tests.core.fake_device import (
 MAX_LEN = 48
 PAGE_SIZE = 4
 PAGES_OF_LONGEST = MAX_LEN // PAGE_SIZE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_answers_foretell():
+    """Workloads are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foresight, "FEWEST", 2)
+        yield
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ def limits(draw):
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
         "max_num_scored_tokens": draw(st.sampled_from([2, 8, 256])),
         "reserve_full_prompt": draw(st.booleans()),
-        "reserve_whole_answer": draw(st.sampled_from([False, False, True])),
+        "admission": draw(st.sampled_from(["foresee", "foresee", "evict", "no-evict"])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority", "fair", "sjf"])),
         "num_pages": draw(st.integers(PAGES_OF_LONGEST + 1, 3 * PAGES_OF_LONGEST)),
         "preemption_mode": draw(st.sampled_from(["recompute", "swap", "auto"])),

@@ -17,9 +17,9 @@ def trace(scheduler, seq):
     ("limits", "others", "causes"),
     [
         ({"max_num_seqs": 1}, [3], {"slots": 2}),
-        ({"num_pages": 9, "reserve_whole_answer": True, **WIDE}, [20], {"pages": 2}),
+        ({"num_pages": 9, "admission": "no-evict", **WIDE}, [20], {"pages": 2}),
         ({"max_num_batched_tokens": 4}, [12], {"tokens": 2}),
-        ({"num_pages": 9, "reserve_whole_answer": True, **WIDE}, [20, 20], {"line": 2}),
+        ({"num_pages": 9, "admission": "no-evict", **WIDE}, [20, 20], {"line": 2}),
     ],
 )
 def test_a_waiting_sequence_knows_what_it_waits_for(limits, others, causes):

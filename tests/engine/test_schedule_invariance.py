@@ -65,6 +65,7 @@ SCHEDULES = {
     "max_in_flight": st.integers(1, 2),
     "num_scheduler_steps": st.sampled_from([1, 3]),
     "hash_bits": st.sampled_from([256, 4]),
+    "admission": st.sampled_from(["evict", "foresee"]),
 }
 
 
@@ -76,7 +77,7 @@ def test_chunked_batched_preempted_or_alone_the_tokens_are_the_same(parts_r, **s
 
 def compare_schedules(
     parts, parts_alone, work, token_budget, spare_pages, max_in_flight, num_scheduler_steps,
-    hash_bits,
+    hash_bits, admission,
 ):  # fmt: skip
     """Everything at once over `parts`, then each alone over `parts_alone`."""
     prompts, params = [job[0] for job in work], [job[1] for job in work]
@@ -89,6 +90,7 @@ def compare_schedules(
         max_in_flight=max_in_flight,
         num_scheduler_steps=num_scheduler_steps,
         hash_bits=hash_bits,
+        admission=admission,
     )
     tally = Tally()
     together = crowd.generate(prompts, params)

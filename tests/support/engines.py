@@ -14,7 +14,7 @@ from jaxpaged.config.flags import config_from_keywords
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import Bucket, BucketLadder
-from jaxpaged.core.limits import PreemptionMode, SchedulerLimits
+from jaxpaged.core.limits import Admission, PreemptionMode, SchedulerLimits
 from jaxpaged.core.local_pages import LocalPages
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.params import SamplingParams
@@ -68,6 +68,7 @@ class TinyEngine:
     num_scheduler_steps: int = 1
     hash_bits: int = 256
     reserve_full_prompt: bool = False
+    admission: Admission = "evict"
     enable_prefix_caching: bool = True
     preemption_mode: PreemptionMode = "recompute"
     num_host_pages: int = 0
@@ -96,6 +97,7 @@ class TinyEngine:
             num_host_pages=self.num_host_pages,
             max_num_scored_tokens=64,
             reserve_full_prompt=self.reserve_full_prompt,
+            admission=self.admission,
             speculation=self.speculation,
             num_stages=runner.num_stages,
             step_sizes=self.ladder.step_sizes() if runner.num_stages == 1 else (),
