@@ -18,7 +18,10 @@ type _Sizes = tuple[int, ...]
 
 # on a GPU each forward program takes 11 s of a core to compile; up to 64 rows a decode step takes
 # about the same time, and up to 192 tokens a mixed one
-_GPU_SEQS = (1, 8, 32, 64, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+_GPU_SEQS = (
+    *(1, 8, 32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256),
+    *(384, 512, 768, 1024),
+)
 _GPU_TOKENS = (
     *(64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536),
     *(2048, 2560, 3072, 4096, 5120, 6144, 8192, 12288, 16384),
@@ -35,7 +38,8 @@ _DRAFT_TOKENS = (8, 16, 32, 64, 128)
 # rows of several decode steps in one program, of a small model, to which more rows cost little
 _CHAINED_SEQS = (1, 8, 32, 64, 128, 256, 512, 1024)
 # rows of steps without a sampler of their own, which few need so exactly: another stands in
-_WITHOUT: dict[SamplerKind, _Sizes] = {"masked": (160, 192, 224, 384, 768), "full": (160, 224)}
+_BETWEEN = 96, 144, 160, 176, 208, 224, 240
+_WITHOUT: dict[SamplerKind, _Sizes] = {"masked": (*_BETWEEN, 192, 384, 768), "full": _BETWEEN}
 # tokens of a step that scores a prompt
 _SCORED: dict[str, _Sizes] = {"cpu": (64, MAX_SCORED_TOKENS), "gpu": (MAX_SCORED_TOKENS,)}
 # what may stand in for a sampler that a size was not compiled with, cheapest first
@@ -186,7 +190,7 @@ def default_ladder(
 ) -> BucketLadder:
     """Sizes for a platform: on a CPU few, on a GPU padding is 5 to 10 % of a mixed step's tokens.
 
-    At a GPU's default limits there are 32 forward programs and 23 small sampling programs.
+    At a GPU's default limits there are 37 forward programs and 28 small sampling programs.
 
     Args:
         batch_buckets: rows of decode steps, instead of the platform's; empty keeps these.

@@ -135,8 +135,8 @@ def test_an_unknown_platform_is_refused():
 @pytest.mark.parametrize(
     ("platform", "max_num_seqs", "max_tokens", "most", "most_samplers"),
     [
-        ("gpu", 256, 8192, 32, 23),
-        ("gpu", 256, 16384, 34, 23),
+        ("gpu", 256, 8192, 37, 28),
+        ("gpu", 256, 16384, 39, 28),
         ("gpu", 64, 2048, 22, 13),
         ("cpu", 8, 256, 10, 20),
     ],
