@@ -123,7 +123,7 @@ def test_what_takes_longest_starts_first_and_small_samplers_come_last(parts_r):
     kinds = [kind for kind, _ in itertools.groupby(" ".join(name.split()[:2]) for name in names)]
     assert kinds[:3] == ["forward decode", "sample full", "sample scored"]
     assert kinds[3:7] == ["forward decode", "forward mixed", "sample masked", "sample sampled"]
-    assert len([name for name in names if name.startswith(("forward", "sample"))]) == 55
+    assert len([name for name in names if name.startswith(("forward", "sample"))]) == 65
 
 
 def test_results_of_cublas_are_not_checked_while_it_is_timed(parts_r, monkeypatch):
