@@ -11,6 +11,7 @@ from jaxpaged.openai.schema import AbortRequest, decode_body
 from server.bodies import read_body
 from server.state import SERVER
 
+_WAKE_TAGS = {"weights", "kv_cache"}  # vLLM's names of what an engine wakes up; here it is all
 _ABORT = msgspec.json.Decoder(AbortRequest)
 
 
@@ -27,6 +28,12 @@ async def sleep(request: web.Request) -> web.Response:
 
 
 async def wake_up(request: web.Request) -> web.Response:
+    for tag in request.query.getall("tags", []):
+        if tag not in _WAKE_TAGS:
+            raise RequestError(
+                f"tags is {tag[:20]!r}, allowed are weights and kv_cache; with either all wakes up",
+                param="tags",
+            )
     return await _control(request, "wake_up")
 
 

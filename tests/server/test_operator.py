@@ -326,6 +326,8 @@ async def test_profiles_need_a_folder(server):
     assert "--profile-dir" in reply.error["message"]
     assert (await server.send("POST", "/stop_profile")).status == 400
     assert (await server.send("POST", "/sleep?level=3")).error["param"] == "level"
+    assert (await server.send("POST", "/wake_up?tags=weights&tags=foo")).error["param"] == "tags"
+    assert (await server.send("POST", "/wake_up?tags=weights&tags=kv_cache")).status == 200
     assert (await server.get("/is_sleeping")).body == {"is_sleeping": False}
     assert (await server.send("POST", "/reset_prefix_cache")).status == 200
 
