@@ -76,7 +76,8 @@ class Foresight:
         self._lengths = deque[int](maxlen=HISTORY)  # of answers, in tokens
         self._by_length: list[int] = []  # the same, ascending
         self._outlook: _Outlook | None = None  # for those that run, in this plan
-        self._refused: tuple[int, int] | None = None  # until somebody leaves
+        self._refused: tuple[int, int] | None = None  # one that need not be looked at again now
+        self._num_plans = 0  # since it was refused
 
     def enter(self, seq: Sequence) -> None:
         """A sequence has been given its pages."""
@@ -104,12 +105,16 @@ class Foresight:
     def end_plan(self) -> None:
         """Everybody gets on with the step."""
         self._outlook = None
+        self._num_plans += 1
+        if self._num_plans >= self._pool.page_size:
+            self._refused = None
 
     def fits(self, seq: Sequence, shared: Seq[int]) -> bool:
         """Whether a waiting sequence, with cached pages to share, never leaves too few for others.
 
         It does where nobody runs. One that was refused is not looked at again before somebody
-        leaves, unless it finds other pages: for all that run, time passes alike.
+        leaves, it finds other pages, or it has waited as long as a page lasts: by so much less it
+        will have grown when those that run end.
         """
         pool, running = self._pool, self._running
         longest = self._num_longest + pool.pages_for(seq.num_needed_tokens)
@@ -126,7 +131,7 @@ class Foresight:
         num_held = pool.num_held + pool.num_free_among(shared)
         fits = num_held + outlook.most_needed(pool.page_size) <= pool.num_usable
         if not fits:
-            self._refused = seq.seq_id, len(shared)
+            self._refused, self._num_plans = (seq.seq_id, len(shared)), 0
         return fits
 
     def _look(

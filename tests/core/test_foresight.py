@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.foresight import FEWEST, HISTORY, _Outlook
 from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.core.request import Pin
 from jaxpaged.core.trace import Trace
 from tests.core.fake_device import (
     EOS,
@@ -233,6 +234,35 @@ def test_one_that_was_refused_comes_when_another_leaves():
     assert admitted(scheduler) == [0, 1]
     scheduler.abort(seqs[0])
     assert admitted(scheduler) == [1, 2]
+
+
+def test_one_that_was_refused_comes_once_the_others_end_before_it_has_grown():
+    """8 pages each in the end, 12 there are: when the first one ends, the other must have 4."""
+    scheduler = foreseeing(13)
+    seqs = [fixed(i, prompt(20 * i, 4), 28) for i in range(2)]
+    add(scheduler, *seqs)
+    while seqs[1].slot is None:
+        commit(scheduler, scheduler.schedule())
+    assert 12 <= len(seqs[0].output_token_ids) < 12 + 2 * scheduler.pool.page_size
+    while scheduler.has_work:
+        commit(scheduler, scheduler.schedule())
+    assert scheduler.num_preemptions == 0
+
+
+def test_one_that_was_refused_comes_soon_once_a_pinned_prefix_is_dropped():
+    """10 pages each in the end, 20 there are, of which 3 are pinned."""
+    scheduler = foreseeing(21)
+    params = SamplingParams(temperature=0.0, max_tokens=0)
+    Loop(scheduler).run([make_sequence(9, prompt(20, 12), 0, params=params, pin=Pin("warm"))])
+    assert scheduler.pool.num_held == 3
+    seqs = [fixed(i, prompt(3 * i, 4), 36) for i in range(2)]
+    add(scheduler, *seqs)
+    commit(scheduler, scheduler.schedule())
+    assert seqs[1].slot is None
+    assert scheduler.drop_prefix("warm")
+    for _ in range(scheduler.pool.page_size):
+        commit(scheduler, scheduler.schedule())
+    assert seqs[1].slot is not None
 
 
 def test_cached_pages_that_nobody_holds_are_taken_by_whom_they_are_shared():
