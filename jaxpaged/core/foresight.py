@@ -7,11 +7,12 @@ under SLA Guarantees" (ASPLOS 2025).
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.policies import BACKGROUND
 from jaxpaged.core.sequence import Sequence
 
 HISTORY, FEWEST = 256, 32  # answers whose lengths are kept, and so many that some are foretold
@@ -31,6 +32,7 @@ class _Outlook:
     missing: np.ndarray  # tokens that do not fit into its pages, below 0 where there is room
     freed: np.ndarray  # pages that come back with its end, of those that it holds now
     num_constant: int  # pages that those without an end need beyond what they hold
+    rank: int = 0  # of those who count; who has a larger one gives way
 
     def __add__(self, other: "_Outlook") -> "_Outlook":
         return _Outlook(
@@ -38,6 +40,7 @@ class _Outlook:
             np.append(self.missing, other.missing),
             np.append(self.freed, other.freed),
             self.num_constant + other.num_constant,
+            self.rank,
         )
 
     def most_needed(self, page_size: int) -> int:
@@ -65,11 +68,15 @@ class Foresight:
 
     A length is known where nothing can end the answer early. Others are taken to be as long as one
     of the answers of late that are longer than what there is of them, each sequence another one;
-    where there are too few of these, the sequence is taken to stay as it is.
+    where there are too few of these, the sequence is taken to stay as it is. Who would give way
+    to a waiting sequence in any case does not count for it, nor do the pages that it holds alone.
+
+    Args:
+        by_priority: a larger priority gives way to a smaller one; else the background alone does.
     """
 
-    def __init__(self, pool: PagePool):
-        self._pool = pool
+    def __init__(self, pool: PagePool, *, by_priority: bool = False):
+        self._pool, self._by_priority = pool, by_priority
         self._running: dict[int, Sequence] = {}
         self._places: dict[int, float] = {}  # of the same ones, in the same order
         self._num_longest = 0  # pages of those that run, each as long as it may get
@@ -112,9 +119,9 @@ class Foresight:
     def fits(self, seq: Sequence, shared: Seq[int]) -> bool:
         """Whether a waiting sequence, with cached pages to share, never leaves too few for others.
 
-        It does where nobody runs. One that was refused is not looked at again before somebody
-        leaves, it finds other pages, or it has waited as long as a page lasts: by so much less it
-        will have grown when those that run end.
+        It does where nobody runs who counts. One that was refused is not looked at again before
+        somebody leaves, it finds other pages, or it has waited as long as a page lasts: by so much
+        less it will have grown when those that run end.
         """
         pool, running = self._pool, self._running
         longest = self._num_longest + pool.pages_for(seq.num_needed_tokens)
@@ -122,10 +129,11 @@ class Foresight:
             return True
         if self._refused == (seq.seq_id, len(shared)):
             return False
-        if self._outlook is None:
-            seqs, places = list(running.values()), list(self._places.values())
-            num_done, num_pages = [*map(_num_done, seqs)], [len(seq.page_ids) for seq in seqs]
-            self._outlook = self._look(seqs, places, num_done, num_pages)
+        rank = self._rank(seq)
+        if self._outlook is None or self._outlook.rank != rank:
+            self._outlook = self._look_at_running(rank)
+            if self._outlook is None:
+                return True
         one = self._look([seq], [_place(seq)], [seq.num_known_tokens], [len(shared)])
         outlook = self._outlook + one
         num_held = pool.num_held + pool.num_free_among(shared)
@@ -133,6 +141,25 @@ class Foresight:
         if not fits:
             self._refused, self._num_plans = (seq.seq_id, len(shared)), 0
         return fits
+
+    def _rank(self, seq: Sequence) -> int:
+        priority = seq.request.priority
+        return min(priority, BACKGROUND) if self._by_priority else int(priority >= BACKGROUND)
+
+    def _look_at_running(self, rank: int) -> _Outlook | None:
+        """How those get on who do not give way to this rank; None where there are none."""
+        counted, places, num_given = list[Sequence](), list[float](), 0
+        for seq, place in zip(self._running.values(), self._places.values(), strict=True):
+            if self._rank(seq) > rank:
+                num_given += len(seq.page_ids) - self._pool.num_shared(seq.page_ids)
+            else:
+                counted.append(seq)
+                places.append(place)
+        if not counted:
+            return None
+        num_done, num_pages = [*map(_num_done, counted)], [len(seq.page_ids) for seq in counted]
+        outlook = self._look(counted, places, num_done, num_pages)
+        return replace(outlook, num_constant=outlook.num_constant - num_given, rank=rank)
 
     def _look(
         self, seqs: Seq[Sequence], places: Seq[float], num_done: Seq[int], num_pages: Seq[int]

@@ -53,7 +53,9 @@ class PageReuse:
         self.host: HostPrefixes | None = None
         if limits.num_host_pages and limits.enable_prefix_caching and local is None:
             self.host = HostPrefixes(self.tier, pool, cache)
-        self._foresight = Foresight(pool) if limits.admission == "foresee" else None
+        self._foresight: Foresight | None = None
+        if limits.admission == "foresee":
+            self._foresight = Foresight(pool, by_priority=limits.scheduling_policy == "priority")
         most_pinned = pool.num_usable - pool.pages_for(limits.max_model_len)
         self.pinned = PinnedPrefixes(pool, cache, most_pinned, local)
         # chunks of whole pages: where they end, another with the same prompt can take over

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.foresight import FEWEST, HISTORY, _Outlook
 from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.core.policies import BACKGROUND
 from jaxpaged.core.request import Pin
 from jaxpaged.core.trace import Trace
 from tests.core.fake_device import (
@@ -25,10 +26,10 @@ from tests.core.fake_device import (
 WIDE = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
-def fixed(seq_id, tokens, max_tokens, **fields):
+def fixed(seq_id, tokens, max_tokens, *, priority=0, **fields):
     """A sequence whose length is known."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **fields)
-    return make_sequence(seq_id, tokens, max_tokens, params=params)
+    return make_sequence(seq_id, tokens, max_tokens, params=params, priority=priority)
 
 
 def foreseeing(num_pages, **limits):
@@ -263,6 +264,56 @@ def test_one_that_was_refused_comes_soon_once_a_pinned_prefix_is_dropped():
     for _ in range(scheduler.pool.page_size):
         commit(scheduler, scheduler.schedule())
     assert seqs[1].slot is not None
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "second", "found"),
+    [
+        ("fcfs", BACKGROUND, 0, [0, 1]),
+        ("fcfs", BACKGROUND + 1, BACKGROUND, [0]),
+        ("fcfs", 0, BACKGROUND, [0]),
+        ("fcfs", 1, 0, [0]),
+        ("priority", 1, 0, [0, 1]),
+        ("priority", 0, 1, [0]),
+        ("priority", BACKGROUND + 1, BACKGROUND, [0]),
+    ],
+)
+def test_one_does_not_wait_for_those_that_give_way_to_it(policy, first, second, found):
+    """8 pages each in the end, 12 there are."""
+    scheduler = foreseeing(13, scheduling_policy=policy)
+    add(scheduler, fixed(0, prompt(0, 4), 28, priority=first))
+    loop = Loop(scheduler)
+    loop.step()
+    add(scheduler, seq := fixed(1, prompt(20, 4), 28, priority=second))
+    loop.step()
+    assert [seq.seq_id for seq in scheduler.running] == found
+    loop.run()
+    assert scheduler.num_preemptions == len(found) - 1
+    assert not seq.num_preemptions
+
+
+@pytest.mark.parametrize(
+    ("policy", "priorities"),
+    [("fcfs", [0, BACKGROUND, 0, BACKGROUND]), ("priority", [-1, 0, -1, 0])],
+)
+def test_within_a_plan_each_one_counts_those_that_do_not_give_way_to_it(policy, priorities):
+    """6 pages in the end, for one 8, and 18 there are: the last one finds room without the 8."""
+    scheduler = foreseeing(19, scheduling_policy=policy)
+    lengths = 20, 28, 20, 20
+    seqs = [fixed(i, prompt(9 * i, 4), lengths[i], priority=priorities[i]) for i in range(4)]
+    assert admitted(scheduler, *seqs[:2]) == [0, 1]
+    assert admitted(scheduler, *seqs[2:]) == [0, 1, 2]
+
+
+def test_pages_of_those_that_give_way_count_as_free():
+    """Of 12 pages one in the background holds 7 and would take 8; the two others take 6 each."""
+    scheduler = foreseeing(13)
+    add(scheduler, fixed(0, prompt(0, 26), 7, priority=BACKGROUND))
+    loop = Loop(scheduler)
+    loop.step()
+    add(scheduler, *(fixed(i, prompt(20 + i, 4), 20) for i in (1, 2)), fixed(3, [3], 20))
+    loop.step()
+    assert [seq.seq_id for seq in scheduler.running] == [0, 1, 2]
 
 
 def test_cached_pages_that_nobody_holds_are_taken_by_whom_they_are_shared():
