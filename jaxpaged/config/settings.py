@@ -161,10 +161,11 @@ class SchedulerSettings:
         "what becomes of a preempted sequence's KV; auto: to host memory, if there is --swap-space "
         "and it is estimated cheaper than computing it again",
     )
-    admission: Literal["foresee", "evict", "no-evict"] = setting(
-        "foresee",
-        "admit a sequence when, as far as lengths can be foretold, pages suffice until all have "
-        "ended; evict: when its prompt fits; no-evict: when all of its max_tokens fit, too",
+    admission: Literal["auto", "foresee", "evict", "no-evict"] = setting(
+        "auto",
+        "when a sequence is admitted; foresee: when, as far as lengths can be foretold, pages "
+        "suffice until all have ended; evict: when its prompt fits; no-evict: when all of its "
+        "max_tokens fit, too; auto: foresee, or evict where --preemption-mode says how to preempt",
     )
     record: str | None = setting(
         None, "file for all that the scheduler is asked, token ids included, for `jaxpaged replay`"
@@ -215,6 +216,13 @@ class SchedulerSettings:
     def policy(self) -> Literal["fcfs", "priority", "fair", "sjf"]:
         """The scheduling policy that the two flags name."""
         return "sjf" if self.priority_mode == "FAST_FIRST" else self.scheduling_policy
+
+    @property
+    def admission_mode(self) -> Literal["foresee", "evict", "no-evict"]:
+        """The mode that is meant: who says how to preempt wants rows at the price of it."""
+        if self.admission == "auto":
+            return "foresee" if self.preemption_mode == "auto" else "evict"
+        return self.admission
 
 
 @dataclass(frozen=True)

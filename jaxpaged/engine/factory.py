@@ -198,7 +198,7 @@ def _make_scheduler(
         enable_prefix_caching=cache.enable_prefix_caching,
         long_prefill_token_threshold=sched.long_prefill_token_threshold,
         reserve_full_prompt=sched.scheduler_reserve_full_isl,
-        admission=sched.admission,
+        admission=sched.admission_mode,
         scheduling_policy=sched.policy,
         speculation=sched.speculation,
         num_stages=num_stages,

@@ -24,6 +24,13 @@ def test_a_request_brings_the_hashes_of_its_pages():
     assert request(0).page_hashes == ()
 
 
+def test_admission_foresees_unless_a_way_to_preempt_is_given():
+    assert config_from_keywords().scheduler.admission_mode == "foresee"
+    assert config_from_keywords(preemption_mode="swap").scheduler.admission_mode == "evict"
+    chosen = config_from_keywords(preemption_mode="swap", admission="foresee").scheduler
+    assert chosen.admission_mode == "foresee"
+
+
 def test_fast_first_is_the_policy_sjf():
     assert config_from_keywords(priority_mode="FAST_FIRST").scheduler.policy == "sjf"
     assert config_from_keywords(scheduling_policy="fair").scheduler.policy == "fair"
