@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxpaged.arrays import KVPages, RaggedBatch
 from jaxpaged.config.architecture import LayerKind, ModelConfig
-from jaxpaged.layers.linear import Addend, linear, linear_of_parts, linear_to_add, weight, zeros
+from jaxpaged.layers.linear import Addend, linear, linear_to_add, weight, zeros
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Angles
 from pallas_kernels.ragged_attention import ragged_paged_attention
@@ -121,5 +121,4 @@ class Attention(nnx.Module):
         else:
             seen = self.attend(q, pages, batch, spec=self.spec, sinks=self.sinks[...])
         seen = seen.astype(x.dtype).reshape(x.shape[0], -1)
-        multiply = linear_of_parts if self.is_normed else linear_to_add
-        return multiply(seen, self.out, self.out_bias), pages
+        return linear_to_add(seen, self.out, self.out_bias, is_normed=self.is_normed), pages

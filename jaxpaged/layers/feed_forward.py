@@ -10,7 +10,6 @@ from jaxpaged.config.architecture import Activation, ModelConfig
 from jaxpaged.layers.linear import (
     Addend,
     linear,
-    linear_of_parts,
     linear_to_add,
     weight,
     zeros,
@@ -48,8 +47,7 @@ class FeedForward(nnx.Module):
         return jnp.zeros(form.shape, form.dtype)
 
     def _project_down(self, inner: Float[Array, "tokens ffn"]) -> Addend:
-        multiply = linear_of_parts if self.is_normed else linear_to_add
-        return multiply(inner, self.down, self.down_bias)
+        return linear_to_add(inner, self.down, self.down_bias, is_normed=self.is_normed)
 
     def _gated(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens ffn"]:
         weight, activation = self.gate_up[...], self.activation

@@ -54,10 +54,14 @@ type Addend = Float[Array, "tokens out"] | Float[Array, "parts rows out"]
 
 
 def linear_to_add(
-    x: Float[Array, "tokens in"], weight: nnx.Param, bias: nnx.Param | None
+    x: Float[Array, "tokens in"], weight: nnx.Param, bias: nnx.Param | None, *, is_normed: bool
 ) -> Addend:
-    """`linear_of_parts` for `RMSNorm.of_sum`: where that is faster, the norm adds the parts up."""
-    if bias is None and num_shards() == 1 and goes_in_parts(x, weight[...]):
+    """`linear_of_parts` for `RMSNorm.of_sum`: where that is faster, the norm adds the parts up.
+
+    Not where it `is_normed` by itself before it is added.
+    """
+    may_split = not is_normed and bias is None and num_shards() == 1
+    if may_split and goes_in_parts(x, weight[...]):
         return product_in_parts(x, weight[...])
     return linear_of_parts(x, weight, bias)
 

@@ -53,8 +53,8 @@ def gated_product(
 def goes_in_parts(x: Float[Array, "tokens inner"], weight: Float[Array, "columns inner"]) -> bool:
     """Whether `product_in_parts` takes these here, and is faster than a product as a whole."""
     sizes = x.shape[0], weight.shape[0], x.shape[1], x.dtype
-    has_tiles = (tuning.part_tiles(*sizes), tuning.thin_tiles(*sizes)) != (None, None)
-    return tuning.is_on_hopper() and has_tiles
+    tiles = tuning.part_tiles(*sizes) or tuning.thin_tiles(*sizes)
+    return tuning.is_on_hopper() and tiles is not None
 
 
 def product_in_parts(

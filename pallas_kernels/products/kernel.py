@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.mosaic import tiled
+from pallas_kernels.products.ring import Ring
 
 GROUP_ROWS = 2048  # tokens whose tiles are walked together, so that they stay in the L2 cache
 
@@ -80,8 +81,7 @@ class _Unit:
 class _Scratch:
     x: Any  # [stages, block_rows, tuning.PRODUCT_BLOCK]
     weight: Any  # [stages, weight_rows, tuning.PRODUCT_BLOCK]: gate, then up
-    full: Any
-    free: Any
+    ring: Ring
     out: Any = None  # [warpgroups, rows, columns] of a gated product
 
 
@@ -118,14 +118,12 @@ def _for_each_unit(static: _Static, visit: Any) -> jax.Array:
 
 def _load(static: _Static, x: Any, weight: Any, smem: _Scratch) -> None:
     s, t = static, static.tiles
-    stages = jnp.int32(t.stages)
 
     def visit(unit, before):
         def step(k, _):
-            slot = lax.rem(before + k, stages)
-            pl.when(before + k >= stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
+            slot = smem.ring.begin(before + k)
             inner = pl.ds((unit.first + k) * tuning.PRODUCT_BLOCK, tuning.PRODUCT_BLOCK)
-            full = smem.full.at[slot]
+            full = smem.ring.full.at[slot]
             rows = x.at[pl.ds(unit.token, t.block_rows), inner]
             plgpu.copy_gmem_to_smem(rows, smem.x.at[slot], full)
             for i in range(s.weight_rows // t.columns):
@@ -137,13 +135,7 @@ def _load(static: _Static, x: Any, weight: Any, smem: _Scratch) -> None:
 
         lax.fori_loop(0, unit.steps, step, None)
 
-    loads = _for_each_unit(s, visit)
-
-    def drain(i, _):
-        plgpu.barrier_wait(smem.free.at[lax.rem(i, stages)])
-
-    # else a barrier would be left before it is told
-    lax.fori_loop(jnp.maximum(loads - t.stages, 0), loads, drain, None)
+    smem.ring.drain(_for_each_unit(s, visit))
 
 
 def _activate(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
@@ -157,30 +149,21 @@ def _activate(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
 
 def _compute(static: _Static, out: Any, smem: _Scratch, warpgroup: jax.Array) -> None:
     s, t = static, static.tiles
-    stages = jnp.int32(t.stages)
     my_rows = pl.ds(warpgroup * t.rows, t.rows)
 
     def visit(unit, before):
         def products(acc_ref):
-            def multiply(k):
-                slot = lax.rem(before + k, stages)
-                plgpu.barrier_wait(smem.full.at[slot])
+            def start(slot):
                 plgpu.wgmma(
                     acc_ref, smem.x.at[slot, my_rows], smem.weight.at[slot].transpose((1, 0))
                 )
 
-            def step(k, _):
-                multiply(k)
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(smem.free.at[lax.rem(before + k - 1, stages)])
-
-            multiply(jnp.int32(0))
-            lax.fori_loop(1, unit.steps, step, None)
+            smem.ring.multiply(before, unit.steps, start)
             return acc_ref[...]
 
         accumulator = plgpu.WGMMAAccumulatorRef((t.rows, s.weight_rows), jnp.float32)
         sums = pl.run_scoped(products, accumulator)
-        plgpu.barrier_arrive(smem.free.at[lax.rem(before + unit.steps - 1, stages)])
+        smem.ring.release(before + unit.steps - 1)
         place = pl.ds(unit.token + warpgroup * t.rows, t.rows), pl.ds(unit.column, t.columns)
         if s.activation is None:
             out.at[unit.part, *place][...] = sums
@@ -199,8 +182,8 @@ def _compute(static: _Static, out: Any, smem: _Scratch, warpgroup: jax.Array) ->
 def _run_warpgroup(static: _Static, x: Any, weight: Any, out: Any, *scratch: Any) -> None:
     warpgroups = static.tiles.warpgroups
     warpgroup = lax.axis_index("warpgroup")
-    make_scratch: Any = _Scratch
-    smem = make_scratch(*scratch)
+    x_ring, weight_ring, full, free, *outs = scratch
+    smem = _Scratch(x_ring, weight_ring, Ring(static.tiles.stages, full, free), *outs)
 
     @pl.when(warpgroup < warpgroups)
     def _():

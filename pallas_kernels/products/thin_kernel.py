@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.mosaic import tiled
+from pallas_kernels.products.ring import Ring
 
 BLOCK = tuning.PRODUCT_BLOCK
 COLUMNS = tuning.THIN_COLUMNS  # of the result, a unit
@@ -55,8 +56,7 @@ class _Scratch:
     x: Any  # [stages, tokens, BLOCK]
     weight: Any  # [stages, COLUMNS, BLOCK]
     out: Any  # [tokens, COLUMNS]
-    full: Any
-    free: Any
+    ring: Ring
 
 
 def _for_each_unit(static: _Static, visit: Any) -> jax.Array:
@@ -75,50 +75,35 @@ def _for_each_unit(static: _Static, visit: Any) -> jax.Array:
 
 
 def _load(static: _Static, x: Any, weight: Any, smem: _Scratch) -> None:
-    s, stages = static, jnp.int32(static.tiles.stages)
+    s = static
 
     def visit(column, part, before):
         def step(k, _):
-            slot = lax.rem(before + k, stages)
-            pl.when(before + k >= stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
-            inner, full = pl.ds((part * s.steps + k) * BLOCK, BLOCK), smem.full.at[slot]
+            slot = smem.ring.begin(before + k)
+            inner, full = pl.ds((part * s.steps + k) * BLOCK, BLOCK), smem.ring.full.at[slot]
             rows = weight.at[pl.ds(column, COLUMNS), inner]
             plgpu.copy_gmem_to_smem(rows, smem.weight.at[slot], full)
             plgpu.copy_gmem_to_smem(x.at[:, inner], smem.x.at[slot], full)
 
         lax.fori_loop(0, s.steps, step, None)
 
-    loads = _for_each_unit(s, visit)
-
-    def drain(i, _):
-        plgpu.barrier_wait(smem.free.at[lax.rem(i, stages)])
-
-    # else a barrier would be left before it is told
-    lax.fori_loop(jnp.maximum(loads - stages, 0), loads, drain, None)
+    smem.ring.drain(_for_each_unit(s, visit))
 
 
 def _compute(static: _Static, out: Any, smem: _Scratch) -> None:
-    s, stages = static, jnp.int32(static.tiles.stages)
+    s = static
 
     def visit(column, part, before):
         def products(acc_ref):
-            def multiply(k):
-                slot = lax.rem(before + k, stages)
-                plgpu.barrier_wait(smem.full.at[slot])
+            def start(slot):
                 plgpu.wgmma(acc_ref, smem.weight.at[slot], smem.x.at[slot].transpose((1, 0)))
 
-            def step(k, _):
-                multiply(k)
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(smem.free.at[lax.rem(before + k - 1, stages)])
-
-            multiply(jnp.int32(0))
-            lax.fori_loop(1, s.steps, step, None)
+            smem.ring.multiply(before, s.steps, start)
             return acc_ref[...]
 
         accumulator = plgpu.WGMMAAccumulatorRef((COLUMNS, s.tokens), jnp.float32)
         sums = pl.run_scoped(products, accumulator)
-        plgpu.barrier_arrive(smem.free.at[lax.rem(before + s.steps - 1, stages)])
+        smem.ring.release(before + s.steps - 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         turned = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
         smem.out.transpose((1, 0))[...] = turned
@@ -131,8 +116,8 @@ def _compute(static: _Static, out: Any, smem: _Scratch) -> None:
 
 def _run_warpgroup(static: _Static, x: Any, weight: Any, out: Any, *scratch: Any) -> None:
     warpgroup = lax.axis_index("warpgroup")
-    make_scratch: Any = _Scratch
-    smem = make_scratch(*scratch)
+    x_ring, weight_ring, out_smem, full, free = scratch
+    smem = _Scratch(x_ring, weight_ring, out_smem, Ring(static.tiles.stages, full, free))
     pl.when(warpgroup == 0)(lambda: _compute(static, out, smem))
     pl.when(warpgroup == 1)(lambda: _load(static, x, weight, smem))
 
