@@ -80,6 +80,7 @@ def compiled(program: Program) -> Any:
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(tuning, "hopper_available", return_value=True),
+        mock.patch.object(tuning, "runs_together", return_value=True),
     ):
         return program.lower().compile()
 

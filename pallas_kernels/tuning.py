@@ -1,5 +1,6 @@
 """Tile sizes of the Mosaic GPU kernels on Hopper, and what they support."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -208,6 +209,32 @@ def thin_tiles(tokens: int, columns: int, inner: int, dtype: DTypeLike) -> ThinT
     return ThinTiles((SHARED_BYTES - tokens * THIN_COLUMNS * 4) // stage, parts)
 
 
+ONE_ROW_IN_FLIGHT = 9  # loads, a program: with more, all else that is read comes late
+ONE_ROW_COUNTERS = 4
+ONE_ROW_WIDTH, ONE_ROW_PARTS = 6144, 8  # of a row that a warpgroup holds; parts at most
+
+
+def _possible_parts(inner: int) -> list[int]:
+    blocks, most = inner // PRODUCT_BLOCK, ONE_ROW_WIDTH // PRODUCT_BLOCK
+    return [n for n in range(1, ONE_ROW_PARTS + 1) if blocks % n == 0 and blocks <= most * n]
+
+
+def supports_one_row(columns: int, inner: int, dtype: DTypeLike) -> bool:
+    """Whether one row's product with such a weight can be part of a chain of them."""
+    fits = columns % THIN_COLUMNS == inner % PRODUCT_BLOCK == 0 and is_16_bit(dtype)
+    return fits and bool(_possible_parts(inner))
+
+
+def one_row_parts(columns: int, inner: int) -> int:
+    """Parts of the contracted axis of one row's product: all programs end about together."""
+    tiles, blocks = columns // THIN_COLUMNS, inner // PRODUCT_BLOCK
+
+    def loads(parts: int) -> int:  # of the longest program, and what adding up a part costs all
+        return -(-tiles // (MULTIPROCESSORS // parts)) * (blocks // parts) + 3 * parts
+
+    return min(_possible_parts(inner), key=loads)
+
+
 SEARCH = SearchTiles(warpgroups=8, loads=4, held=48)
 SEARCHES_BY_KERNEL = True  # else XLA searches on Hopper as well
 
@@ -217,6 +244,18 @@ def hopper_available() -> bool:
     """Whether the default device is an NVIDIA GPU of compute capability 9.0."""
     device = jax.devices()[0]
     return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+
+
+@cache
+def runs_together() -> bool:
+    """Whether as many programs as `MULTIPROCESSORS` run at the same time for certain.
+
+    Programs that wait for each other would else wait for ever: on a smaller card, or where the
+    card is shared by NVIDIA's Multi-Process Service with another process that does the same.
+    """
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    is_shared = os.path.exists(os.path.join(pipes, "control"))
+    return not is_shared and getattr(jax.devices()[0], "core_count", 0) >= MULTIPROCESSORS
 
 
 def is_on_hopper() -> bool:

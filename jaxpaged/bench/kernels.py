@@ -10,14 +10,21 @@ from typing import Any
 
 import jax
 
-from jaxpaged.bench import attention_check, attention_times, product_op, sampler_ops, small_ops
+from jaxpaged.bench import (
+    attention_check,
+    attention_times,
+    one_row_op,
+    product_op,
+    sampler_ops,
+    small_ops,
+)
 from jaxpaged.bench.report import Report
 from jaxpaged.bench.roofline import CEILINGS
 from jaxpaged.errors import ConfigError, JaxPagedError
 from pallas_kernels import tuning
 
 ATTENTION = {f"attention-{kernel}": kernel for kernel in attention_check.KERNELS}
-OPS = (*ATTENTION, *small_ops.OPS, *product_op.OPS, "sampler")
+OPS = (*ATTENTION, *small_ops.OPS, *product_op.OPS, *one_row_op.OPS, "sampler")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +70,11 @@ def check(op: str, cases: int) -> Iterable[dict[str, Any]]:
         return attention_check.check(ATTENTION[op], cases)
     if op == "sampler":
         return [line for shape in sampler_ops.CHECKED for line in sampler_ops.check(*shape)]
-    return (product_op if op in product_op.OPS else small_ops).check(op, cases)
+    return _module_of(op).check(op, cases)
+
+
+def _module_of(op: str) -> Any:
+    return next(module for module in (product_op, one_row_op, small_ops) if op in module.OPS)
 
 
 def _time(op: str, args: argparse.Namespace, report: Report) -> None:
@@ -71,12 +82,10 @@ def _time(op: str, args: argparse.Namespace, report: Report) -> None:
     if op == "sampler":
         for line in sampler_ops.time_ops(ceilings):
             report.add("sampler", line)
-    elif op in product_op.OPS:
-        for line in product_op.time_op(op, ceilings):
-            report.add("product", line)
-    elif op in small_ops.OPS:
-        for line in small_ops.time_op(op, ceilings):
-            report.add("small op", line)
+    elif op not in ATTENTION:
+        module = _module_of(op)
+        for line in module.time_op(op, ceilings):
+            report.add("small op" if module is small_ops else "product", line)
     else:
         for name, case in attention_times.TIMED.items():
             fits = op != "attention-decode" or max(case.q_lens) == 1

@@ -99,8 +99,20 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens embed"], angles: Angles, pages: KVPages, batch: RaggedBatch
     ) -> tuple[Addend, KVPages]:
-        qkv = linear(x, self.qkv, None)
-        qkv = qkv.reshape(x.shape[0], -1, self.group + 2, self.head_dim)
+        seen, pages = self.attend_to(linear(x, self.qkv, None), angles, pages, batch)
+        seen = seen.astype(x.dtype)
+        return linear_to_add(seen, self.out, self.out_bias, is_normed=self.is_normed), pages
+
+    def attend_to(
+        self,
+        qkv: Float[Array, "tokens columns"],
+        angles: Angles,
+        pages: KVPages,
+        batch: RaggedBatch,
+    ) -> tuple[Float[Array, "tokens heads"], KVPages]:
+        """What the heads see, from the projection without its bias, and the pages with its KV."""
+        tokens = qkv.shape[0]
+        qkv = qkv.reshape(tokens, -1, self.group + 2, self.head_dim)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.scale[...], self.k_norm.scale[...]
@@ -116,9 +128,6 @@ class Attention(nnx.Module):
             bias=None if self.qkv_bias is None else self.qkv_bias[...],
         )
         pages = KVPages(k_pages, v_pages)
-        if self.sinks is None:
-            seen = self.attend(q, pages, batch, spec=self.spec)
-        else:
-            seen = self.attend(q, pages, batch, spec=self.spec, sinks=self.sinks[...])
-        seen = seen.astype(x.dtype).reshape(x.shape[0], -1)
-        return linear_to_add(seen, self.out, self.out_bias, is_normed=self.is_normed), pages
+        more = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        seen = self.attend(q, pages, batch, spec=self.spec, **more)
+        return seen.reshape(tokens, -1), pages

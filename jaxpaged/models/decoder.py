@@ -19,6 +19,7 @@ from jaxpaged.layers.feed_forward import FeedForward
 from jaxpaged.layers.linear import Addend
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import Angles, rope_angles
+from jaxpaged.models.one_row import is_one_row, run_layers_of_one_row
 from jaxpaged.sharding import hide_padding, spec_of
 from pallas_kernels.fused_norm import whole
 
@@ -131,17 +132,21 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "tokens embed"], Addend, tuple[KVPages, ...]]:
         """The residual, what the last layer adds to it, and the pages with this batch's KV."""
         local = batch if local is None else local
-        added = self.layers[0].feed_forward.nothing(x)  # so that the first layer shares its trace
         kinds, head_dim = self.config.layer_kinds, self.config.head_dim
         ropes = dict.fromkeys(kind.rope for kind in kinds)
         angles = {rope: rope_angles(batch.positions, head_dim, rope) for rope in ropes}
+        arguments = [
+            (angles[kind.rope], pages, batch if kind.window is None else local)
+            for kind, pages in zip(kinds, kv_pages, strict=True)
+        ]
+        if is_one_row(self.layers, x):
+            return run_layers_of_one_row(self.layers, x, arguments)
+        added = self.layers[0].feed_forward.nothing(x)  # so that the first layer shares its trace
         written = []
-        for layer, kind, pages in zip(self.layers, kinds, kv_pages, strict=True):
+        for layer, mine in zip(self.layers, arguments, strict=True):
             graphdef, weights = nnx.split(layer)
             params = nnx.to_pure_dict(weights)
-            turn = angles[kind.rope]
-            mine = batch if kind.window is None else local
-            x, added, pages = _run_layer(graphdef, params, x, added, turn, pages, mine)
+            x, added, pages = _run_layer(graphdef, params, x, added, *mine)
             written.append(pages)
         return x, added, tuple(written)
 

@@ -138,7 +138,7 @@ def _load(static: _Static, x: Any, weight: Any, smem: _Scratch) -> None:
     smem.ring.drain(_for_each_unit(s, visit))
 
 
-def _activate(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+def activate(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
     if activation == "silu":
         doubled = gate
     else:  # gelu's (1 + tanh(z)) / 2 is the logistic function of 2 z
@@ -153,7 +153,7 @@ def _compute(static: _Static, out: Any, smem: _Scratch, warpgroup: jax.Array) ->
 
     def visit(unit, before):
         def products(acc_ref):
-            def start(slot):
+            def start(slot, _):
                 plgpu.wgmma(
                     acc_ref, smem.x.at[slot, my_rows], smem.weight.at[slot].transpose((1, 0))
                 )
@@ -168,7 +168,7 @@ def _compute(static: _Static, out: Any, smem: _Scratch, warpgroup: jax.Array) ->
         if s.activation is None:
             out.at[unit.part, *place][...] = sums
             return
-        result = _activate(sums[:, : t.columns], sums[:, t.columns :], s.activation)
+        result = activate(sums[:, : t.columns], sums[:, t.columns :], s.activation)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.out.at[warpgroup][...] = result.astype(s.dtype)
         plgpu.commit_smem()

@@ -39,9 +39,13 @@ class Ring:
         lax.fori_loop(jnp.maximum(loads - self.stages, 0), loads, wait, None)
 
     def multiply(
-        self, before: jax.Array, steps: jax.Array | int, start: Callable[[jax.Array], None]
+        self,
+        before: jax.Array,
+        steps: jax.Array | int,
+        start: Callable[[jax.Array, jax.Array], None],
     ) -> None:
-        """Start the product of each of `steps` loads after those `before`, one still in flight.
+        """`start(slot, k)` the product of each of `steps` loads after those `before`, one still in
+        flight.
 
         The last slot stays taken, until `release`.
         """
@@ -49,7 +53,7 @@ class Ring:
         def begin(k):
             slot = self.slot(before + k)
             plgpu.barrier_wait(self.full.at[slot])
-            start(slot)
+            start(slot, k)
 
         def step(k, _):
             begin(k)

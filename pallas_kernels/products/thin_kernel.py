@@ -95,7 +95,7 @@ def _compute(static: _Static, out: Any, smem: _Scratch) -> None:
 
     def visit(column, part, before):
         def products(acc_ref):
-            def start(slot):
+            def start(slot, _):
                 plgpu.wgmma(acc_ref, smem.weight.at[slot], smem.x.at[slot].transpose((1, 0)))
 
             smem.ring.multiply(before, s.steps, start)

@@ -21,6 +21,7 @@ def hopper_target() -> Iterator[None]:
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(tuning, "hopper_available", return_value=True),
+        mock.patch.object(tuning, "runs_together", return_value=True),
         use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)),
     ):
         yield
