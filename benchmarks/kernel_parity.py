@@ -3,7 +3,9 @@
     python -m benchmarks.kernel_parity CONFIG_FOLDER
 
 Random weights; every prompt token is scored by both, over several chunks and batches, and the
-decode steps that follow. Prints the largest and the mean difference of log-probabilities.
+decode steps that follow. Then a row alone, whose steps are one kernel a layer beside attention:
+what it gives the tokens that it picks, and what the same tokens get as a prompt. Prints the largest
+and the mean difference of log-probabilities.
 """
 
 import sys
@@ -12,6 +14,8 @@ import numpy as np
 
 from jaxpaged import LLM, SamplingParams
 from pallas_kernels.ragged_attention.xla import ragged_paged_attention_xla
+
+ALONE = 200  # tokens that the row alone picks
 
 
 def attend(q, pages, batch, *, spec):
@@ -28,8 +32,8 @@ def attend(q, pages, batch, *, spec):
     )
 
 
-def scores(folder: str, prompts: list[list[int]], attention) -> list[float]:
-    llm = LLM(
+def opened(folder: str, attention=None) -> LLM:
+    return LLM(
         folder,
         attention=attention,
         load_format="dummy",
@@ -38,35 +42,58 @@ def scores(folder: str, prompts: list[list[int]], attention) -> list[float]:
         num_gpu_blocks_override=600,
         compile_cache_dir="",
         max_num_seqs=8,
-        batch_buckets=[8],
+        batch_buckets=[1, 8],
         token_buckets=[256],
     )
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=8,
-        ignore_eos=True,
-        detokenize=False,
-        prompt_logprobs=0,
-        logprobs=0,
+
+
+def asked(max_tokens: int, **fields) -> SamplingParams:
+    params = {"temperature": 0, "ignore_eos": True, "detokenize": False, **fields}
+    return SamplingParams(max_tokens=max_tokens, **params)
+
+
+def scores_of(output) -> list[float]:
+    """Of a prompt's tokens, the first left out."""
+    places = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [place[token].logprob for token, place in places]
+
+
+def scores(llm: LLM, prompts: list[list[int]]) -> list[float]:
+    params = asked(8, prompt_logprobs=0, logprobs=0)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [score for output in outputs for score in scores_of(output)]
+
+
+def alone(llm: LLM, prompt: list[int]) -> tuple[list[float], list[float]]:
+    """What a row alone gave its tokens, and what they get in a prompt."""
+    (output,) = llm.generate([prompt], asked(ALONE, logprobs=0), use_tqdm=False)
+    (answer,) = output.outputs
+    places = zip(answer.token_ids, answer.logprobs, strict=True)
+    ours = [place[token].logprob for token, place in places]
+    whole = [*prompt, *answer.token_ids]
+    (again,) = llm.generate([whole], asked(1, prompt_logprobs=0), use_tqdm=False)
+    return ours, scores_of(again)[len(prompt) - 1 :]
+
+
+def tell(name: str, ours: list[float], plain: list[float]) -> None:
+    difference = np.abs(np.array(ours) - np.array(plain))
+    print(
+        f"{name}: {len(ours)} tokens, largest {difference.max():.4f}, "
+        f"mean {difference.mean():.5f}; spread {np.std(plain):.3f}; "
+        f"finite: {np.isfinite(ours).all()}"
     )
-    found: list[float] = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        places = list(zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True))
-        found += [place[token].logprob for token, place in places]
-    llm.close()
-    return found
 
 
 def main() -> None:
     random = np.random.RandomState(0)
     prompts = [random.randint(100, 30000, n).tolist() for n in (17, 64, 200, 333, 90, 5)]
-    ours = np.array(scores(sys.argv[1], prompts, None))
-    plain = np.array(scores(sys.argv[1], prompts, attend))
-    difference = np.abs(ours - plain)
-    print(
-        f"parity: {len(ours)} tokens, largest {difference.max():.4f}, mean {difference.mean():.5f}"
-    )
-    print(f"spread of the log-probabilities: {plain.std():.3f}; finite: {np.isfinite(ours).all()}")
+    llm = opened(sys.argv[1])
+    ours = scores(llm, prompts)
+    tell("a row alone", *alone(llm, prompts[1]))
+    llm.close()
+    llm = opened(sys.argv[1], attend)
+    tell("attention", ours, scores(llm, prompts))
+    llm.close()
 
 
 if __name__ == "__main__":
