@@ -14,6 +14,7 @@ import pstats
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from jaxpaged.engine.collector import calm_collector
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.inputs import InputProcessor
 from jaxpaged.engine.llm import LLM
-from jaxpaged.engine.order import longest_first
+from jaxpaged.engine.order import in_time
 from jaxpaged.engine.runner import PendingStep, StepResult
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.text.tokenizer import Tokenizer, ids_only_tokenizer
@@ -63,14 +64,18 @@ class InstantDevice:
         )
 
 
-def make_llm(rows: int, tokenizer: Tokenizer, vocab: int) -> LLM:
-    pool = PagePool(1 + rows * MAX_LEN // PAGE_SIZE, PAGE_SIZE)
+def make_llm(
+    rows: int, tokenizer: Tokenizer, vocab: int, *, num_pages: int | None = None, **limited: Any
+) -> LLM:
+    """An engine whose device takes no time; with pages for all unless told, and other limits."""
+    pool = PagePool(1 + (num_pages or rows * MAX_LEN // PAGE_SIZE), PAGE_SIZE)
     ladder = default_ladder("gpu", rows, 8192)
     limits = SchedulerLimits(
         max_num_seqs=rows,
         max_num_batched_tokens=8192,
         max_model_len=MAX_LEN,
         step_sizes=ladder.step_sizes(),
+        **limited,
     )
     engine = Engine(
         InstantDevice(),
@@ -109,7 +114,8 @@ def main() -> None:
     wall, cpu = time.monotonic(), time.thread_time()
     if args.profile:
         profile.enable()
-    for _ in llm.run(longest_first(jobs), max_inflight=len(jobs)):
+    ordered, most = in_time(jobs, llm.parts.engine.scheduler)
+    for _ in llm.run(ordered, max_inflight=most):
         pass
     profile.disable()
     cpu, wall = time.thread_time() - cpu, time.monotonic() - wall

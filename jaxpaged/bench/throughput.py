@@ -19,7 +19,7 @@ from jaxpaged.core.params import OutputKind, SamplingParams
 from jaxpaged.core.plan import StepPlan
 from jaxpaged.engine.factory import build_engine
 from jaxpaged.engine.llm import LLM
-from jaxpaged.engine.order import Job, longest_first
+from jaxpaged.engine.order import Job, in_time
 from jaxpaged.errors import ConfigError, InvariantError
 
 LATENCY_RUNS = 5
@@ -145,7 +145,8 @@ def run_once(
 
     engine.steps.on_step = note
     padded, first, start = engine.steps.num_padded_tokens, 0.0, time.monotonic()
-    for output in llm.run(longest_first(jobs), max_inflight=len(jobs)):
+    ordered, most = in_time(jobs, engine.scheduler)
+    for output in llm.run(ordered, max_inflight=most):
         made, asked = len(output.outputs[0].token_ids), lengths[output.request_id]
         if made != asked:
             raise InvariantError(f"{output.request_id}: {made} tokens, asked were {asked}")

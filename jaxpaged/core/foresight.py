@@ -197,8 +197,6 @@ def _num_done(seq: Sequence) -> int:
 
 def _place(seq: Sequence) -> float:
     """A sequence's place among longer answers, 0 being that of the shortest; or `_KNOWN`."""
-    request = seq.request
-    may_stop = seq.stop_ids or request.params.stop or request.grammar is not None
-    if not may_stop or request.max_tokens <= 1:
+    if seq.request.has_known_length:
         return _KNOWN
     return LEAST_PLACE + (1 - LEAST_PLACE) * (seq.seq_id * _GOLDEN % 1.0)

@@ -50,6 +50,19 @@ class Request:
         return self.cache_salt, self.adapter_id
 
     @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that may end an answer."""
+        params = self.params
+        stop_ids = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        return stop_ids.union(params.stop_token_ids) if params.stop_token_ids else stop_ids
+
+    @cached_property
+    def has_known_length(self) -> bool:
+        """Whether nothing can end an answer before its `max_tokens`, or the context."""
+        may_stop = self.stop_ids or self.params.stop or self.grammar is not None
+        return not may_stop or self.max_tokens <= 1
+
+    @cached_property
     def copies_begun_page(self) -> bool:
         """Its sequences take over a page that is not full, by copy, from one that computed it."""
         return self.params.copies_begun_page or self.params.n > 1

@@ -77,9 +77,7 @@ class Sequence:
             self.sampler_level = 3
         if params.prompt_logprobs is not None:
             self.sampler_level = 4
-        self.stop_ids = frozenset() if params.ignore_eos else self.request.eos_token_ids
-        if params.stop_token_ids:
-            self.stop_ids = self.stop_ids.union(params.stop_token_ids)
+        self.stop_ids = self.request.stop_ids
 
     @property
     def num_known_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """`LLM`: vLLM's offline interface over one engine, driven by the calling thread."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -18,7 +18,7 @@ from jaxpaged.engine.assembler import Assembler
 from jaxpaged.engine.beam_search import BeamSearchOutput
 from jaxpaged.engine.factory import EngineParts, build_engine
 from jaxpaged.engine.inputs import Prompt, as_list, params_for
-from jaxpaged.engine.order import Job, longest_first
+from jaxpaged.engine.order import Job, in_time
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.pooling.inputs import PoolingInput
 from jaxpaged.engine.pooling.model_files import resolved_runner
@@ -161,15 +161,15 @@ class LLM:
         """
         many = as_list(prompts)
         params = params_for(many, sampling_params, self.get_default_sampling_params)
-        inputs = self.parts.inputs
-        jobs: list[Job] = []
+        inputs, jobs = self.parts.inputs, list[Job]()
         for prompt, one in zip(many, params, strict=True):
             text, ids = inputs.encode(prompt)
             jobs.append((text, inputs.request(ids, one)))
         done: dict[str, RequestOutput] = {}
         with tqdm(total=len(jobs), desc="prompts", unit="", disable=not use_tqdm) as bar:
             num_tokens = 0
-            for output in self.run(longest_first(jobs), max_inflight=max(1, len(jobs))):
+            ordered, most = in_time(jobs, self.parts.engine.scheduler)
+            for output in self.run(ordered, max_inflight=most):
                 done[output.request_id] = output
                 num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
                 bar.update()
@@ -229,7 +229,9 @@ class LLM:
         template = chat_template(self.parts.template)
         return render_chat(template, self.parts.tokenizer, messages, **options)
 
-    def run(self, jobs: Iterable[Job], *, max_inflight: int) -> Iterator[RequestOutput]:
+    def run(
+        self, jobs: Iterable[Job], *, max_inflight: int | Callable[[], int]
+    ) -> Iterator[RequestOutput]:
         """Run requests as they come, at most `max_inflight` at once; yields each when it is done.
 
         Leaving the iterator early aborts what still runs.
@@ -239,7 +241,8 @@ class LLM:
         more = True
         try:
             while more or open_requests:
-                while more and len(open_requests) < max_inflight:
+                most = max_inflight() if callable(max_inflight) else max_inflight
+                while more and len(open_requests) < most:
                     job = next(waiting, None)
                     more = job is not None
                     if job is not None:

@@ -2,10 +2,13 @@
 
 import math
 
-from benchmarks.host_loop import VOCAB, make_llm
+import pytest
+
+from benchmarks.host_loop import PAGE_SIZE, VOCAB, make_llm
 from jaxpaged.bench.throughput import run_once
 from jaxpaged.bench.workloads import WorkItem
 from jaxpaged.core.params import OutputKind, SamplingParams
+from jaxpaged.engine import order
 from jaxpaged.engine.order import longest_first
 from jaxpaged.text.tokenizer import ids_only_tokenizer
 
@@ -79,3 +82,61 @@ def test_fewer_steps_are_nearly_empty():
 
     fewest = math.ceil((5 * 8 + 50 * 2) / 4)
     assert fewest < steps_of(longest_first) < 55 < steps_of(list)
+
+
+def small(num_pages, **limits):
+    """An LLM of 32 rows with few pages."""
+    limits = {"enable_prefix_caching": False} | limits
+    return make_llm(32, ids_only_tokenizer(), VOCAB, num_pages=num_pages, **limits)
+
+
+def rows_of(llm, prompts, params):
+    """The rows of each step."""
+    rows = []
+    llm.parts.engine.steps.on_step = lambda plan: rows.append(plan.num_rows)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [list(output.prompt_token_ids) for output in outputs] == prompts
+    return rows
+
+
+PROMPTS = [[10 + i] * 32 for i in range(32)]
+TOO_FEW = 32 * (32 + 64) // PAGE_SIZE * 3 // 4  # pages for three quarters of all
+
+
+def test_some_begin_later_so_that_all_end_sooner(monkeypatch):
+    llm = small(TOO_FEW)
+    rows = rows_of(llm, PROMPTS, asks(64))
+    assert rows[0] < 16
+    assert max(rows) == 32
+    assert llm.parts.engine.scheduler.num_preemptions == 0
+    monkeypatch.setattr(order, "find_stagger", lambda kinds, room: None)
+    assert len(rows) < 0.8 * len(rows_of(small(TOO_FEW), PROMPTS, asks(64)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "sizes"),
+    [
+        (PROMPTS, asks(64), {"num_pages": 400}),  # all fit
+        (PROMPTS, asks(64, stop_token_ids=[5]), {}),
+        (PROMPTS, asks(64, n=2), {}),
+        (PROMPTS, [asks(40 + i) for i in range(32)], {}),  # they end one after the other
+        (
+            [[7] * 40] * 32,
+            asks(64),
+            {"enable_prefix_caching": True},
+        ),  # one prefix
+        (PROMPTS, asks(64), {"admission": "no-evict"}),
+    ],
+)
+def test_otherwise_all_begin_as_early_as_may_be(prompts, params, sizes):
+    llm = small(**{"num_pages": TOO_FEW} | sizes)
+    most = []
+    run = llm.run
+    llm.run = lambda jobs, *, max_inflight: run(jobs, max_inflight=lambda: noted(max_inflight))
+
+    def noted(max_inflight):
+        most.append(max_inflight())
+        return most[-1]
+
+    rows_of(llm, prompts, params)
+    assert set(most) == {len(prompts)}
