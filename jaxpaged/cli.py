@@ -10,7 +10,7 @@ from jaxpaged import __version__
 # word -> (module, what it does); a module's `main` takes the other arguments, gives the exit code
 COMMANDS = {
     "serve": ("server.command", "serve a model through OpenAI's API"),
-    "generate": ("jaxpaged.generate", "continue prompts, or answer a batch file"),
+    "generate": ("jaxpaged.generate.command", "continue prompts, or answer a batch file"),
     "replay": ("jaxpaged.replay", "plan a recorded run again and compare"),
     "plan": ("jaxpaged.plan", "say what fits on a device before it is loaded"),
     "convert": ("jaxpaged.convert", "write a model as a checkpoint that loads faster"),

@@ -1,0 +1,18 @@
+"""The command `jaxpaged`: every word of its list is there."""
+
+import pytest
+
+from jaxpaged.cli import COMMANDS, main
+
+
+@pytest.mark.parametrize("word", COMMANDS)
+def test_every_command_tells_its_flags(word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([word, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: jaxpaged {word}" in capsys.readouterr().out
+
+
+def test_a_word_that_is_no_command_is_told_with_the_nearest(capsys):
+    assert main(["generat"]) == 2
+    assert "did you mean generate?" in capsys.readouterr().err
