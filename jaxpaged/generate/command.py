@@ -6,6 +6,7 @@
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.factory import build_engine
 from jaxpaged.engine.replicas import ReplicaSet
 from jaxpaged.engine.served import ServedEngine
-from jaxpaged.errors import EngineStopped, JaxPagedError
+from jaxpaged.errors import ConfigError, EngineStopped, JaxPagedError
 from jaxpaged.generate.job import run_lines
 from jaxpaged.generate.output import OutputFailed, OutputFile
 
@@ -87,14 +88,31 @@ def _run(args: argparse.Namespace) -> int:
             f"jaxpaged generate: --max-inflight is {args.max_inflight}, must be positive\n"
         )
         return CANNOT_START
-    if args.prompt is None and args.input != "-" and not Path(args.input).is_file():
-        sys.stderr.write(f"jaxpaged generate: --input {args.input}: no such file\n")
-        return CANNOT_START
     output = None
     if args.prompt is None:
         path = None if args.output == "-" else Path(args.output)
+        _check_files(args.input, path)
         output = OutputFile(path, sys.stdout.buffer, resume=args.resume)
     return asyncio.run(_answer(config, args, output))
+
+
+def _check_files(given: str, output: Path | None) -> None:
+    """Refuse an input that is no file or pipe, and an output that would overwrite it.
+
+    Raises:
+        ConfigError: either.
+    """
+    path = Path(given)
+    if given != "-" and (path.is_dir() or not path.exists()):
+        what = "this is a folder, not a file" if path.is_dir() else "no such file"
+        raise ConfigError(f"--input {given}: {what}")
+    if output is None or not output.is_file():
+        return
+    read = os.fstat(sys.stdin.fileno()) if given == "-" else path.stat()
+    if os.path.samestat(read, output.stat()):
+        raise ConfigError(
+            f"--output {output} is what is read: its lines would be lost, name another file"
+        )
 
 
 async def _answer(config: EngineConfig, args: argparse.Namespace, output: OutputFile | None) -> int:
@@ -126,7 +144,7 @@ async def _file(engine: AsyncLLM | ReplicaSet, args: argparse.Namespace, output:
         )
     output.close()
     sys.stderr.write(summary.text(time.monotonic() - start) + "\n")
-    return SOME_FAILED if summary.num_failed else ANSWERED
+    return ANSWERED if summary.are_all_answered else SOME_FAILED
 
 
 async def _one_prompt(engine: ServedEngine, args: argparse.Namespace) -> int:

@@ -29,13 +29,20 @@ class Summary:
     num_answered: int = 0
     num_failed: int = 0
     num_skipped: int = 0  # done by the run that this one resumes
+    num_failed_before: int = 0  # of these, the ones without an answer
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
+    @property
+    def are_all_answered(self) -> bool:
+        return not (self.num_failed or self.num_failed_before)
+
     def text(self, seconds: float) -> str:
         rate = self.num_output_tokens / seconds if seconds else 0.0
+        before = f" ({self.num_failed_before} had failed)" if self.num_failed_before else ""
         return (
-            f"answered {self.num_answered}, failed {self.num_failed}, skipped {self.num_skipped}; "
+            f"answered {self.num_answered}, failed {self.num_failed}, "
+            f"skipped {self.num_skipped}{before}; "
             f"{self.num_prompt_tokens} prompt and {self.num_output_tokens} output tokens "
             f"in {seconds:.1f} s, {rate:.1f} tokens/s"
         )
@@ -60,6 +67,7 @@ async def run_lines(
         for line in read_lines(lines):
             if output.done.holds(line):
                 summary.num_skipped += 1
+                summary.num_failed_before += output.done.has_failed(line)
             else:
                 yield line
 

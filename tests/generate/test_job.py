@@ -3,12 +3,15 @@
 import asyncio
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 
+from jaxpaged.generate.command import CANNOT_START, main
 from jaxpaged.generate.job import answered, run_lines
 from jaxpaged.generate.lines import BadLine, Line, read_lines
-from jaxpaged.generate.output import OutputFailed, OutputFile
+from jaxpaged.generate.output import SYNC_EVERY, OutputFailed, OutputFile
 from tests.support.fake_engine import fake_llm
 
 
@@ -97,6 +100,85 @@ async def test_a_job_cut_anywhere_and_resumed_gives_the_same_records(engine, tmp
     _, records = await run(engine, lines, path, resume=True)
     keys = [(r["custom_id"], (r["error"] or {}).get("line")) for r in whole]
     assert [(r["custom_id"], (r["error"] or {}).get("line")) for r in records] == keys
+
+
+FOREIGN = [
+    b"[1]", b"5", b"null", b'"x"', b"{}", GOOD[0], b"{broken", b'{"custom_id":"\xff"}',
+    b'{"custom_id":"good-0","response":{},"error":"x"}',
+    b'{"custom_id":"good-0","response":null,"error":{"line":[1]}}',
+    b'{"custom_id":["good-0"],"response":{},"error":null}',
+]  # fmt: skip
+
+
+async def test_lines_that_are_no_records_are_left_and_tell_a_resumed_job_nothing(engine, tmp_path):
+    path = tmp_path / "out"
+    path.write_bytes(b"\n".join(FOREIGN) + b"\n")
+    output = OutputFile(path, io.BytesIO(), resume=True)
+    summary = await run_lines(
+        engine, GOOD, output, max_inflight=3, keep_order=True, show_progress=False
+    )
+    output.close()
+    assert (summary.num_answered, summary.num_skipped) == (3, 0)
+    assert path.read_bytes().splitlines()[: len(FOREIGN)] == FOREIGN
+
+
+async def test_a_resumed_job_knows_that_lines_had_failed(engine, tmp_path):
+    lines, path = [GOOD[0], BAD[0], batch_line("long", max_tokens=10**6), GOOD[1]], tmp_path / "out"
+    await run(engine, lines[:3], path)
+    summary, records = await run(engine, lines, path, resume=True)
+    assert len(records) == 4
+    assert not summary.are_all_answered
+    assert summary.text(1.0).startswith("answered 1, failed 0, skipped 3 (2 had failed);")
+    summary, _ = await run(engine, [GOOD[0], GOOD[1]], path, resume=True)
+    assert summary.are_all_answered
+
+
+def test_an_output_is_not_cleared_before_there_is_a_record(tmp_path):
+    path = tmp_path / "out"
+    path.write_bytes(b"of yesterday\n")
+    output = OutputFile(path, io.BytesIO(), resume=False)
+    assert path.read_bytes() == b"of yesterday\n"
+    output.write({"n": 1})
+    output.close()
+    assert path.read_bytes() == b'{"n":1}\n'
+    OutputFile(path, io.BytesIO(), resume=False).close()
+    assert path.read_bytes() == b""
+
+
+def test_a_pipe_or_a_device_takes_records(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, Path("/dev/null")):
+        output = OutputFile(path, io.BytesIO(), resume=False)
+        for _ in range(SYNC_EVERY):
+            output.write({"n": 1})
+        output.close()
+    assert os.read(reading, 8) == b'{"n":1}\n'
+    os.close(reading)
+
+
+@pytest.mark.parametrize("more", [[], ["--resume"]])
+def test_an_output_that_would_overwrite_what_is_read_is_refused(tmp_path, capsys, more):
+    path, link = tmp_path / "in", tmp_path / "link"
+    path.write_bytes(GOOD[0])
+    link.symlink_to(path)
+    files = ["--model", "none", "-i", str(path), "-o", str(link)]
+    assert main([*files, *more]) == CANNOT_START
+    assert "is what is read: its lines would be lost" in capsys.readouterr().err
+    assert path.read_bytes() == GOOD[0]
+
+
+def test_an_input_may_be_a_pipe_and_no_folder(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, reason in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "x", "no such file"),
+        (pipe, "m does not"),
+    ):
+        assert main(["--model", str(tmp_path / "m"), "-i", str(path)]) == CANNOT_START
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keep_order", [False, True])
