@@ -100,7 +100,12 @@ class _Chunks:
         self._usage.completion_tokens += len(part.token_ids)
         index = self._job.index(number, part.index)
         chunk = self._form.chunk(index, output, part)
-        event = b"" if chunk is None else self._writer.choices([chunk], self._usage)
+        is_first = not self._opened  # of all: what is told of the prompt goes with it
         opening = None if index in self._opened else self._form.opening(index)
         self._opened.add(index)
-        return event if opening is None else self._writer.choices([opening], self._usage) + event
+        chunks = [one for one in (opening, chunk) if one is not None]
+        beside = self._form.of_prompt(output) if is_first else None
+        return b"".join(
+            self._writer.choices([one], self._usage, None if place else beside)
+            for place, one in enumerate(chunks)
+        )

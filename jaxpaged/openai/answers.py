@@ -42,28 +42,34 @@ async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:
         GenerationFailed: the model failed on one of its prompts.
         RequestError: a grammar of the request did.
     """
-    usage, choices = job.usage, dict[int, msgspec.Raw]()
+    usage, choices, of_prompt = job.usage, dict[int, msgspec.Raw](), dict[str, msgspec.Raw]()
     async with aclosing(outputs_of(job, engine)) as outputs:
         async for number, output in outputs:
             check_output(output)
             usage.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
             usage.completion_tokens += sum(len(part.token_ids) for part in output.outputs)
-            choices |= await off_the_loop(output, partial(_choices, job, number, output))
+            written = await off_the_loop(output, partial(_written, job, number, output))
+            choices |= written[0]
+            of_prompt |= written[1]
     fields = job.envelope.fields(job.form.kind)
     fields["choices"] = [choices[index] for index in sorted(choices)]
     fields["usage"] = usage.fields()
+    fields |= of_prompt
     if job.params.explain:
         fields["explain"] = [await engine.explanation(name) for name in job.request_ids]
     return fields
 
 
-def _choices(job: Job, number: int, output: RequestOutput) -> dict[int, msgspec.Raw]:
-    """What an output says of its answers, each written by itself."""
+def _written(
+    job: Job, number: int, output: RequestOutput
+) -> tuple[dict[int, msgspec.Raw], dict[str, msgspec.Raw]]:
+    """What an output says of its answers, each written by itself, and of its prompt."""
     written: dict[int, msgspec.Raw] = {}
     for part in output.outputs:
         index = job.index(number, part.index)
         written[index] = msgspec.Raw(encode(job.form.choice(index, output, part)))
-    return written
+    of_prompt = job.form.of_prompt(output)
+    return written, {name: msgspec.Raw(encode(value)) for name, value in of_prompt.items()}
 
 
 async def off_the_loop[T](output: RequestOutput, write: Callable[[], T]) -> T:

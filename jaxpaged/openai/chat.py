@@ -154,13 +154,20 @@ class ChatForm:
         as_ids = bool(body.return_tokens_as_token_ids)
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
         self._scores = PromptScores(self._labels)
-        self._told: set[int] = set()  # answers whose prompt's logprobs are out
         adds_more = body.logprobs or body.return_token_ids or body.prompt_logprobs is not None
         self.is_plain = not (adds_more or parsing)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if self._body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._scores.of(output)
+        if self._body.return_token_ids:
+            told["prompt_token_ids"] = list(output.prompt_token_ids)
+        return told
 
     def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
         answer = self._answer(index)
@@ -169,10 +176,7 @@ class ChatForm:
         else:
             message = answer.message(part.text)
         choice: dict[str, Any] = {"index": index, "message": message}
-        choice |= self._rest(part, answer)
-        if self._body.return_token_ids:
-            choice["prompt_token_ids"] = list(output.prompt_token_ids)
-        return choice | self._prompt_scores(index, output)
+        return choice | self._rest(part, answer)
 
     def chunk(
         self, index: int, output: RequestOutput, part: CompletionOutput
@@ -184,15 +188,7 @@ class ChatForm:
             delta = answer.delta(part.text, ends=ends)
             if not (delta or ends or self._body.logprobs or self._body.return_token_ids):
                 return None
-        whole = {"index": index, "delta": delta} | self._rest(part, answer)
-        return whole | self._prompt_scores(index, output)
-
-    def _prompt_scores(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """The logprobs of the prompt, once for each answer."""
-        if self._body.prompt_logprobs is None or index in self._told:
-            return {}
-        self._told.add(index)
-        return {"prompt_logprobs": self._scores.of(output)}
+        return {"index": index, "delta": delta} | self._rest(part, answer)
 
     def parsed(self) -> ParsedAnswer:
         """What reads the one answer of other endpoints; one that is content as it stands too."""

@@ -88,11 +88,15 @@ class ChunkWriter:
         front = self._head + b'{"index":%d' % index + self._field
         return front + encode(text) + self._close + ending + self._tail
 
-    def choices(self, choices: Sequence[dict[str, Any]], usage: Usage) -> bytes:
-        """Any other chunk."""
+    def choices(
+        self, choices: Sequence[dict[str, Any]], usage: Usage, beside: dict[str, Any] | None = None
+    ) -> bytes:
+        """Any other chunk, perhaps with fields of its own."""
         tail = self._tail
         if self._each_usage:
             tail = b'],"usage":' + encode(usage.fields()) + b"}\n\n"
+        if beside:
+            tail = b"]," + encode(beside)[1:-1] + tail[1:]
         return self._head + encode(choices)[1:-1] + tail
 
     def last(self, usage: Usage) -> bytes:

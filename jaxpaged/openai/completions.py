@@ -64,6 +64,9 @@ class CompletionForm:
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
+    def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        return {}
+
     def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
         return self.chunk(index, output, part)
 

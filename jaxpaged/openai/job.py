@@ -22,6 +22,10 @@ class Form(Protocol):
         """A choice to stream before an answer's first text."""
         ...
 
+    def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What is told of the prompt beside the answers, once."""
+        ...
+
     def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
         """An answer, whole."""
         ...

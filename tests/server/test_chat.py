@@ -35,7 +35,22 @@ async def test_a_stream_opens_with_the_role(server):
 async def test_text_parts_are_joined(server):
     parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     reply = await server.post(ask(parts, max_tokens=1, return_token_ids=True), CHAT)
-    assert reply.body["choices"][0]["prompt_token_ids"] == byte_ids("A\nB")
+    assert reply.body["prompt_token_ids"] == byte_ids("A\nB")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_is_told_once_beside_all_answers(server, stream):
+    more = {"return_token_ids": True, "prompt_logprobs": 0, "stream": stream, "n": 2}
+    if stream:
+        more["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    reply = await server.post(ask("ABC", max_tokens=2, **more), CHAT)
+    first, *others = reply.events if stream else [reply.body]
+    assert first["prompt_token_ids"] == byte_ids("ABC")
+    assert [place and len(place) for place in first["prompt_logprobs"]] == [None, 1, 1]
+    assert first["usage"]["prompt_tokens"] == 3
+    assert not any("prompt_token_ids" in e or "prompt_logprobs" in e for e in others)
+    choices = [choice for event in (first, *others) for choice in event["choices"]]
+    assert not any("prompt_token_ids" in c or "prompt_logprobs" in c for c in choices)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,7 +90,7 @@ async def test_a_template_with_bos_gives_one_bos_everywhere(start):
     server = await start(adds_bos=True, template=template)
     want = [BOS, *byte_ids("ABC")]
     chat = await server.post(ask("ABC", max_tokens=1, return_token_ids=True), CHAT)
-    assert chat.body["choices"][0]["prompt_token_ids"] == want
+    assert chat.body["prompt_token_ids"] == want
     assert chat.body["usage"]["prompt_tokens"] == 4
     assert (await server.post(ask("ABC"), "/tokenize")).body["tokens"] == want
     assert (await server.post({"prompt": "ABC"}, "/tokenize")).body["tokens"] == want

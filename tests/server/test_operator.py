@@ -217,12 +217,8 @@ async def test_prompt_logprobs_come_once_in_a_stream(server):
         (CHAT, {"messages": [{"role": "user", "content": "ABC"}]}),
     ):
         reply = await server.post(body | more, path)
-        found = [
-            choice["prompt_logprobs"]
-            for event in reply.events
-            for choice in event["choices"]
-            if "prompt_logprobs" in choice
-        ]
+        places = [place for event in reply.events for place in (event, *event["choices"])]
+        found = [place["prompt_logprobs"] for place in places if "prompt_logprobs" in place]
         assert len(found) == 1
         assert found[0][0] is None
         assert len(found[0]) == 3

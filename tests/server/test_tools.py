@@ -196,9 +196,9 @@ async def test_logprobs_and_ids_come_with_chunks_that_show_nothing(start):
 async def test_choice_none_hides_the_tools_and_reads_no_calls(start):
     server = await start(script=TWO_CALLS, template=SHOWS_ALL)
     body = ask(tool_choice="none", return_token_ids=True)
-    choice = (await server.post(body, CHAT)).body["choices"][0]
-    assert choice["message"]["content"] == TWO_CALLS
-    assert bytes_of(choice["prompt_token_ids"]).startswith("user:")
+    reply = await server.post(body, CHAT)
+    assert reply.body["choices"][0]["message"]["content"] == TWO_CALLS
+    assert bytes_of(reply.body["prompt_token_ids"]).startswith("user:")
 
 
 async def test_tools_and_earlier_calls_reach_the_template(start):
@@ -210,12 +210,12 @@ async def test_tools_and_earlier_calls_reach_the_template(start):
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
     ]
     reply = await server.post(ask(messages=messages, return_token_ids=True), CHAT)
-    shown = bytes_of(reply.body["choices"][0]["prompt_token_ids"])
+    shown = bytes_of(reply.body["prompt_token_ids"])
     assert shown == "weather;stop;user:?;assistant:<Köln>;tool:rain;"
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "stop"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     reply = await server.post(ask(tool_choice=choice, return_token_ids=True), CHAT)
-    assert bytes_of(reply.body["choices"][0]["prompt_token_ids"]).startswith("stop;user")
+    assert bytes_of(reply.body["prompt_token_ids"]).startswith("stop;user")
 
 
 def bytes_of(ids: list[int]) -> str:
