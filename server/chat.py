@@ -15,10 +15,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     with server.work(request) as usage:
         body = read_chat(await read_body(request))
         apply_defaults(body, server.limits)
-        body.chat_template_kwargs = {
-            **server.limits.template_defaults,
-            **(body.chat_template_kwargs or {}),
-        }
         model = server.check_model(body.model)
         try:
             job = await chat_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])

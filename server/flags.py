@@ -8,7 +8,6 @@ from jaxpaged.config.flags import (
     ArgumentParser,
     add_embedding_flags,
     add_engine_flags,
-    json_object,
     whole_number,
 )
 from server.state import UNLOGGED_PATHS, ServerLimits
@@ -238,13 +237,6 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="send a comment where a stream would be silent for so long, the first token included: "
         "for proxies that cut idle connections (default: 0, never)",
-    )
-    group.add_argument(
-        "--default-chat-template-kwargs",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help="values for the chat template where a request gives none",
     )
 
 

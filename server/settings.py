@@ -86,7 +86,6 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         max_batch_file_bytes=args.max_batch_file_bytes,
         max_batch_key_bytes=args.max_batch_key_bytes,
         max_batch_inflight=args.max_batch_inflight,
-        template_defaults=args.default_chat_template_kwargs,
         is_logging_requests=args.enable_log_requests,
         max_log_len=args.max_log_len,
         tells_tokenizer=args.enable_tokenizer_info_endpoint,

@@ -1,10 +1,9 @@
 """What the handlers share: the engine, the limits, and whether new work is taken."""
 
 import asyncio
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 
@@ -59,7 +58,6 @@ class ServerLimits:
     max_batch_inflight: int | None = None  # lines; three quarters of the rows
     stream_interval: int = 1  # tokens a chunk, where a request says nothing
     sse_keep_alive_s: float = 0.0  # of silence in a stream before a comment; 0: none is sent
-    template_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_logging_requests: bool = False
     max_log_len: int | None = None  # characters and token ids of a prompt in the log; None: all
     tells_tokenizer: bool = False  # at /tokenizer_info

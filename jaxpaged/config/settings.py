@@ -69,6 +69,9 @@ class ModelSettings:
         "auto",
         "content of messages for the template: text, or OpenAI's parts; auto: as it reads it",
     )
+    default_chat_template_kwargs: dict[str, Any] = setting(
+        {}, "values for the chat template where a request gives none, JSON"
+    )
     enable_auto_tool_choice: bool = setting(
         False, "let the model decide about calls of tools; needs --tool-call-parser"
     )

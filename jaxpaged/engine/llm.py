@@ -210,8 +210,7 @@ class LLM:
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else messages
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -226,8 +225,9 @@ class LLM:
 
     def chat_prompt(self, messages: Any, /, **options: Any) -> dict[str, Any]:
         """A conversation as `{"prompt": text, "prompt_token_ids": ids}`."""
-        template = chat_template(self.parts.template)
-        return render_chat(template, self.parts.tokenizer, messages, **options)
+        parts = self.parts
+        options = parts.config.model.default_chat_template_kwargs | options
+        return render_chat(chat_template(parts.template), parts.tokenizer, messages, **options)
 
     def run(
         self, jobs: Iterable[Job], *, max_inflight: int | Callable[[], int]

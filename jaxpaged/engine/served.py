@@ -136,7 +136,8 @@ class ServedEngine(ABC):
 
         A text of over `most` characters is refused before it is tokenised.
         """
-        return await self._texts.chat_prompt(messages, most, **options)
+        defaults = self.model_settings.default_chat_template_kwargs
+        return await self._texts.chat_prompt(messages, most, **(defaults | options))
 
     async def generate(
         self,

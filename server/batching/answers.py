@@ -10,7 +10,6 @@ from jaxpaged.generate.lines import CHAT, COMPLETIONS
 from jaxpaged.openai import pooling
 from jaxpaged.openai.answers import answer_body
 from jaxpaged.openai.chunks import Usage
-from jaxpaged.openai.prompts import as_object
 from jaxpaged.openai.responses.job import answer_response
 from server.errors import HttpError
 from server.state import ServerState
@@ -37,9 +36,6 @@ async def answer(
     asker = {"model": model, "key_id": key_id}
     if endpoint == RESPONSES:
         return await answer_response(server.engine, body, priority=BACKGROUND, **asker)
-    kwargs = as_object(body.get("chat_template_kwargs") or {})
-    if endpoint == CHAT and server.limits.template_defaults and kwargs is not None:
-        body = body | {"chat_template_kwargs": {**server.limits.template_defaults, **kwargs}}
     return await answer_body(
         server.engine, body, is_chat=endpoint == CHAT, priority=BACKGROUND, **asker
     )

@@ -236,3 +236,40 @@ async def test_a_bad_template_of_a_request_is_a_400_and_harms_nobody(start, temp
     assert reply.status == 400, reply.raw[:200]
     assert reply.error["param"] in ("chat_template", "messages", "prompt")
     assert (await server.post({"prompt": "ABC", "max_tokens": 3})).text == "DEF"
+
+
+SAYS = {"messages": [{"role": "user", "content": "XY"}]}
+MOOD = "m" * 20
+CONVERSATIONS = {
+    CHAT: SAYS | {"max_tokens": 1},
+    "/v1/responses": {"input": "XY", "max_output_tokens": 1},
+    "/v1/messages": SAYS | {"max_tokens": 1},
+    "/v1/messages/count_tokens": SAYS,
+    "/tokenize": SAYS,
+    "/v1/cache/prefixes": SAYS,
+}
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+async def test_the_templates_default_values_hold_wherever_a_conversation_is_taken(start, path):
+    defaults = {"default_chat_template_kwargs": {"mood": MOOD}}
+    server = await start(
+        template="{{ mood }}{{ messages[-1]['content'] }}", model_settings=defaults
+    )
+    body = (await server.post(CONVERSATIONS[path], path)).body
+    wanted = len(MOOD) + 2
+    if path == "/v1/cache/prefixes":  # this engine keeps none
+        assert len(server.engine.last_request.prompt_token_ids) == wanted
+        return
+    usage = body.get("usage", body)
+    names = ("prompt_tokens", "input_tokens", "count")
+    assert next(usage[name] for name in names if name in usage) == wanted
+
+
+async def test_a_requests_values_for_the_template_go_before_the_defaults(start):
+    defaults = {"default_chat_template_kwargs": {"mood": MOOD, "tone": "t"}}
+    server = await start(
+        template="{{ mood }}{{ tone }}{{ messages[-1]['content'] }}", model_settings=defaults
+    )
+    reply = await server.post(HELLO | {"chat_template_kwargs": {"mood": "m"}}, CHAT)
+    assert reply.body["usage"]["prompt_tokens"] == len("mtABC")
