@@ -2,8 +2,7 @@
 
 from aiohttp import web
 
-from jaxpaged.errors import RequestError
-from jaxpaged.openai.chat import chat_job, client_field, read_chat
+from jaxpaged.openai.chat import chat_job, naming_fields, read_chat
 from server.answering import respond
 from server.auth import KEY_ID
 from server.bodies import read_body
@@ -16,9 +15,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         body = read_chat(await read_body(request))
         apply_defaults(body, server.limits)
         model = server.check_model(body.model)
-        try:
+        with naming_fields(body, str):
             job = await chat_job(body, server.engine, usage, model=model, key_id=request[KEY_ID])
             return await respond(request, server, job, "chat_completions")
-        except RequestError as error:
-            error.name_field(client_field(body, error.param))
-            raise

@@ -12,7 +12,7 @@ from jaxpaged.engine.inputs import Prompt
 from jaxpaged.engine.outputs import RequestOutput
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import GenerationFailed, JaxPagedError, OutOfTime, RequestError
-from jaxpaged.openai.chat import chat_job, read_chat
+from jaxpaged.openai.chat import chat_job, naming_fields, read_chat
 from jaxpaged.openai.chunks import Usage, encode
 from jaxpaged.openai.completions import completion_job, read_completion
 from jaxpaged.openai.job import Job
@@ -103,10 +103,15 @@ async def answer_body(
     asker = {"model": model or engine.served_model_names[0], "key_id": key_id}
     read = read_chat(data) if is_chat else read_completion(data)
     read.priority = read.priority if priority is None else priority
-    if isinstance(read, ChatRequest):
-        job = await chat_job(read, engine, usage, **asker)
-    else:
+    if not isinstance(read, ChatRequest):
         job = await completion_job(read, engine, usage, **asker)
+        return await _in_its_time(job, engine)
+    with naming_fields(read, str):
+        job = await chat_job(read, engine, usage, **asker)
+        return await _in_its_time(job, engine)
+
+
+async def _in_its_time(job: Job, engine: ServedEngine) -> dict[str, Any]:
     async with in_time(job.body.timeout_s):
         return await whole_answer(job, engine)
 

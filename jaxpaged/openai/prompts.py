@@ -161,14 +161,18 @@ def _checked_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     parts = as_list(content)
     if parts is not None:
         for part in parts:
-            _check_part(f"{where}.content", as_object(part) or {})
+            _check_part(f"{where}.content", part)
     elif content is not None and not isinstance(content, str):
         raise RequestError(
             f"{where}.content must be text or a list of parts", param=f"{where}.content"
         )
     checked = dict(message)
-    if content is None and message["role"] == "assistant":
-        checked["content"] = ""  # templates would write None
+    if parts is not None:  # a part may be its text alone
+        checked["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+        ]
+    elif content is None:
+        checked["content"] = ""  # templates would write None, or refuse a field that is missing
     if message.get("tool_calls"):
         checked["tool_calls"] = _parsed_calls(f"{where}.tool_calls", message["tool_calls"])
     if isinstance(message.get("reasoning"), str):
@@ -176,7 +180,12 @@ def _checked_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _check_part(where: str, part: Mapping[str, Any]) -> None:
+def _check_part(where: str, given: Any) -> None:
+    if isinstance(given, str):
+        return
+    part = as_object(given)
+    if part is None:
+        raise RequestError(f"{where} has a part that is no object and no text", param=where)
     kind = part.get("type")
     if kind != "text":
         raise UnsupportedParameter(

@@ -76,6 +76,25 @@ async def test_a_request_that_can_never_be_served_fails_alone(engine, tmp_path):
     assert "max_tokens" in records[1]["error"]["message"]
 
 
+WRONG_FORMAT = {"type": "json_schema", "json_schema": {"schema": {"type": "wrong"}}}
+
+
+async def test_a_chat_line_that_fails_names_its_own_fields(engine, tmp_path):
+    fields = [
+        ("max_completion_tokens", {"max_completion_tokens": -1}),
+        ("messages", {"max_tokens": 10**6}),
+        ("response_format", {"response_format": WRONG_FORMAT}),
+    ]
+    body = {"messages": [{"role": "user", "content": "ABC"}]}
+    line = {"method": "POST", "url": "/v1/chat/completions"}
+    lines = [
+        json.dumps(line | {"custom_id": name, "body": body | more}).encode()
+        for name, more in fields
+    ]
+    _, records = await run(engine, lines, tmp_path / "out")
+    assert [record["error"]["param"] for record in records] == [name for name, _ in fields]
+
+
 async def test_plain_prompts_and_chat_lines_are_answered(engine, tmp_path):
     chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
     chat["body"] = {

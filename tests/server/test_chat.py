@@ -38,6 +38,21 @@ async def test_text_parts_are_joined(server):
     assert reply.body["prompt_token_ids"] == byte_ids("A\nB")
 
 
+async def test_a_part_may_be_its_text_alone(server):
+    parts = ["A", {"type": "text", "text": "B"}, "C"]
+    reply = await server.post(ask(parts, max_tokens=1, return_token_ids=True), CHAT)
+    assert reply.body["prompt_token_ids"] == byte_ids("A\nB\nC")
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
+async def test_a_message_without_content_is_an_empty_one(start, role):
+    server = await start(template="{% for m in messages %}{{ m.role ~ m['content'] }};{% endfor %}")
+    messages = [{"role": role}, {"role": role, "content": None}, {"role": "user", "content": "A"}]
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    reply = await server.post(body, CHAT)
+    assert reply.body["prompt_token_ids"] == byte_ids(f"{role};{role};userA;")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_prompt_is_told_once_beside_all_answers(server, stream):
     more = {"return_token_ids": True, "prompt_logprobs": 0, "stream": stream, "n": 2}
@@ -130,7 +145,7 @@ async def test_template_keywords_reach_the_template(start):
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content",
         ),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content"),
         ({"messages": [{"role": "a", "tool_calls": [1]}]}, "messages[0].tool_calls"),
         ({"messages": ["x"]}, "messages[0]"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
