@@ -48,10 +48,22 @@ def parse(parser: ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     found = _config_file(argv)
     args = parser.parse_args([*(flags_from_file(Path(found)) if found else ()), *argv])
     if args.model_path is not None:
+        _check_model(parser, args.model_path, argv)
         setattr(args, "model.model", args.model_path)
     if not getattr(args, "model.model", ""):
         parser.error("which model? Give a directory, a GGUF file or a hub id")
     return args
+
+
+def _check_model(parser: ArgumentParser, model: str, argv: Sequence[str]) -> None:
+    """Refuse what argparse took for the model although it was meant otherwise."""
+    if model.startswith("-"):  # a flag that is none, whose value has a blank
+        parser.error(f"unrecognized arguments: {model}")
+    if any(word.partition("=")[0] == "--model" for word in argv):
+        parser.error(
+            f"the model is named by --model and once more as {model!r}: leave one out; several "
+            "values of a flag are written with commas"
+        )
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:

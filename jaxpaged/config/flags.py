@@ -19,6 +19,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse, but a mistake is one line with the nearest known flag, and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: ") and message.split()[2][0] != "-":
+            message += " (several values of a flag are written with commas)"
         known = [flag for action in self._actions for flag in action.option_strings]
         for word in message.split():
             near = (

@@ -272,6 +272,17 @@ def test_a_file_of_flags_comes_before_the_command_line(tmp_path):
     assert getattr(args, "model.served_model_name") == ("a", "b")
 
 
+def test_a_name_in_a_file_of_flags_that_is_no_flag_is_never_the_model(tmp_path, capsys):
+    file = tmp_path / "flags.yaml"
+    file.write_text("model: m\nquantization:\n  awq:\n    bits: 4\n")
+    with pytest.raises(SystemExit):
+        parse(make_parser("x"), ["--config", str(file)])
+    assert "unrecognized arguments: --quantization=" in capsys.readouterr().err
+    file.write_text("model: m\n")
+    args = parse(make_parser("x"), ["--config", str(file), "other"])
+    assert getattr(args, "model.model") == "other"
+
+
 @pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", "\xff"])
 def test_a_file_that_holds_no_flags_is_refused(tmp_path, content):
     file = tmp_path / "flags.yaml"
@@ -287,6 +298,10 @@ def test_a_file_that_holds_no_flags_is_refused(tmp_path, content):
         (["m", "--priority-mode", "FAST"], "--priority-mode"),
         (["m", "--max-model", "3"], "--max-model"),
         ([], "which model?"),
+        (["--nope=a b"], "unrecognized arguments: --nope=a b"),
+        (["m", "--served-model-name", "a", "b"], "b (several values of a flag are written with"),
+        (["--model", "m", "--served-model-name", "a", "b"], "by --model and once more as 'b'"),
+        (["--model=m", "b"], "by --model and once more as 'b'"),
     ],
 )
 def test_mistakes_in_flags_are_one_line_and_code_2(capsys, argv, says):
