@@ -63,14 +63,20 @@ class PinnedPrefixes:
         return self._pinned.get(prefix_id)
 
     def check_room(self, request: Request, pin: Pin) -> None:
-        """Refuse a prefix that is too long to be pinned beside the others.
+        """Refuse a prefix that fills no page, or is too long to be pinned beside the others.
 
         Raises:
             RequestError: names the pages that it needs and those that are left.
         """
         num_tokens, page_size = len(request.prompt_token_ids), self._pool.page_size
         num_pages, left = num_tokens // page_size, self._num_left(request, pin)
-        if num_pages and num_pages <= left:
+        if not num_pages:
+            raise RequestError(
+                f"a prefix of {num_tokens} tokens fills no page of {page_size} tokens, and only "
+                f"full pages are kept: send {page_size} tokens or more",
+                param="prompt",
+            )
+        if num_pages <= left:
             if self._has_room_for_window(pin):
                 return
             raise RequestError(
