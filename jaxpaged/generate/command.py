@@ -25,6 +25,8 @@ from jaxpaged.errors import ConfigError, EngineStopped, JaxPagedError
 from jaxpaged.generate.job import run_lines
 from jaxpaged.generate.output import OutputFailed, OutputFile
 
+FOR_LINES = ("output", "resume", "order", "max_inflight")
+FOR_PROMPT = ("chat", "system", "max_tokens", "temperature", "top_p", "sampling_seed")
 ANSWERED, SOME_FAILED, CANNOT_START, CANNOT_WRITE, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -53,25 +55,26 @@ def _parser() -> ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-i", "--input", help="JSONL file, or - for standard input")
     source.add_argument("--prompt", help="answer this one prompt on standard output")
-    parser.add_argument("-o", "--output", default="-", help="JSONL file (default: standard output)")
+    parser.add_argument("-o", "--output", help="JSONL file (default: standard output)")
     parser.add_argument("--resume", action="store_true", help="append what the output still lacks")
     parser.add_argument(
-        "--order", choices=("input", "completion"), default="input", help="order of the output"
+        "--order",
+        choices=("input", "completion"),
+        help="order of the output (default: input)",
     )
     parser.add_argument(
         "--max-inflight",
         type=int,
-        default=0,
         help="lines at once (default: 4 times the running ones)",
     )
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     one = parser.add_argument_group("for --prompt")
     one.add_argument("--chat", action="store_true", help="put it through the chat template")
     one.add_argument("--system", help="system message, with --chat")
-    one.add_argument("--max-tokens", type=int, default=256)
-    one.add_argument("--temperature", type=float, default=0.0)
-    one.add_argument("--top-p", type=float, default=1.0)
-    one.add_argument("--sampling-seed", type=int, default=None)
+    one.add_argument("--max-tokens", type=int, help="(default: 256)")
+    one.add_argument("--temperature", type=float, help="(default: 0)")
+    one.add_argument("--top-p", type=float, help="(default: 1)")
+    one.add_argument("--sampling-seed", type=int)
     add_engine_flags(parser)
     return parser
 
@@ -83,17 +86,34 @@ def _run(args: argparse.Namespace) -> int:
             "jaxpaged generate: --model is missing: a directory, GGUF file or hub id\n"
         )
         return CANNOT_START
-    if args.max_inflight < 0:
-        sys.stderr.write(
-            f"jaxpaged generate: --max-inflight is {args.max_inflight}, must be positive\n"
-        )
-        return CANNOT_START
+    _check_flags(args)
     output = None
     if args.prompt is None:
-        path = None if args.output == "-" else Path(args.output)
+        path = None if args.output in (None, "-") else Path(args.output)
         _check_files(args.input, path)
         output = OutputFile(path, sys.stdout.buffer, resume=args.resume)
     return asyncio.run(_answer(config, args, output))
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that would say nothing here.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    is_one = args.prompt is not None
+    for name in FOR_LINES if is_one else FOR_PROMPT:
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            flag = "--" + name.replace("_", "-")
+            instead = "--input" if is_one else "--prompt; a line of --input holds its own"
+            raise ConfigError(f"{flag} goes with {instead}")
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system goes with --chat")
+    if args.resume and args.output in (None, "-"):
+        raise ConfigError("--resume needs the --output of the run that was cut")
+    if args.max_inflight is not None and args.max_inflight < 1:
+        raise ConfigError(f"--max-inflight is {args.max_inflight}, it must be at least 1")
 
 
 def _check_files(given: str, output: Path | None) -> None:
@@ -139,7 +159,7 @@ async def _file(engine: AsyncLLM | ReplicaSet, args: argparse.Namespace, output:
             lines,
             output,
             max_inflight=args.max_inflight or 4 * rows,
-            keep_order=args.order == "input",
+            keep_order=args.order != "completion",
             show_progress=not args.no_progress and sys.stderr.isatty(),
         )
     output.close()
@@ -150,10 +170,10 @@ async def _file(engine: AsyncLLM | ReplicaSet, args: argparse.Namespace, output:
 async def _one_prompt(engine: ServedEngine, args: argparse.Namespace) -> int:
     """Stream one answer to standard output, and its speed to standard error."""
     params = SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
+        temperature=args.temperature or 0.0,
+        top_p=1.0 if args.top_p is None else args.top_p,
         seed=args.sampling_seed,
-        max_tokens=args.max_tokens,
+        max_tokens=256 if args.max_tokens is None else args.max_tokens,
         output_kind=OutputKind.DELTA,
     )
     prompt = args.prompt
@@ -162,7 +182,7 @@ async def _one_prompt(engine: ServedEngine, args: argparse.Namespace) -> int:
         prompt = await engine.chat_prompt([*system, {"role": "user", "content": prompt}])
     _, ids = await engine.encode(prompt)
     room = engine.max_model_len - len(ids)
-    params = replace(params, max_tokens=max(1, min(args.max_tokens, room)))
+    params = replace(params, max_tokens=min(params.max_tokens or 0, max(1, room)))
     times: list[float] = []
     async for output in engine.generate(prompt, params):
         times += [time.monotonic()] * len(output.outputs[0].token_ids)

@@ -188,6 +188,26 @@ def test_an_output_that_would_overwrite_what_is_read_is_refused(tmp_path, capsys
     assert path.read_bytes() == GOOD[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("-i x --max-tokens 5", "--max-tokens goes with --prompt; a line of --input holds its own"),
+        ("-i x --chat", "--chat goes with --prompt"),
+        ("-i x --temperature 0", "--temperature goes with --prompt"),
+        ("-i x --resume", "--resume needs the --output"),
+        ("-i x --resume -o -", "--resume needs the --output"),
+        ("-i x --max-inflight 0", "--max-inflight is 0, it must be at least 1"),
+        ("--prompt A -o x", "--output goes with --input"),
+        ("--prompt A --resume", "--resume goes with --input"),
+        ("--prompt A --order input", "--order goes with --input"),
+        ("--prompt A --system B", "--system goes with --chat"),
+    ],
+)
+def test_flags_that_would_say_nothing_are_refused(capsys, flags, says):
+    assert main(["--model", "none", *flags.split()]) == CANNOT_START
+    assert says in capsys.readouterr().err
+
+
 def test_an_input_may_be_a_pipe_and_no_folder(tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
