@@ -62,8 +62,13 @@ class StructuredOutputsParams:
             self._check_choice(self.choice)
 
     def _check_choice(self, words: Sequence[Any]) -> None:
+        if not isinstance(words, str) and len(words) > MAX_CHOICES:
+            raise RequestError(
+                f"choice has {len(words)} texts, at most {MAX_CHOICES} are allowed",
+                param="structured_outputs",
+            )
         is_text = all(isinstance(word, str) and word for word in words)
-        if isinstance(words, str) or not is_text or not 0 < len(words) <= MAX_CHOICES:
+        if isinstance(words, str) or not is_text or not words:
             raise RequestError(
                 f"choice must be a list of 1 to {MAX_CHOICES} texts, none of them empty",
                 param="structured_outputs",

@@ -181,10 +181,13 @@ class InputProcessor:
 
 
 def _check_room(grammar: CompiledGrammar, max_tokens: int, num_closing: int) -> None:
-    if grammar.shortest is not None and max_tokens < grammar.shortest + num_closing:
+    if grammar.shortest is None:
+        return
+    needed = grammar.shortest + num_closing
+    if max_tokens < needed:
         raise RequestError(
-            f"max_tokens is {max_tokens}, and the shortest answer that structured_outputs or "
-            f"response_format allow takes {grammar.shortest + num_closing} tokens: raise it",
+            f"max_tokens is {max_tokens}, and the shortest answer that structured_outputs, "
+            f"response_format or tool_choice allow takes {needed} tokens: raise it",
             param="max_tokens",
         )
 

@@ -133,7 +133,10 @@ class Grammars:
             shortest = endings.needs[endings.start]
             if shortest >= NEVER:
                 raise refusal(f"{param}: nothing fits it")
-        compiled = CompiledGrammar(self, self._matcher(lark, param), endings, shortest)
+        matcher = self._matcher(lark, param)
+        if endings is None:
+            _check_beginning(matcher, param)
+        compiled = CompiledGrammar(self, matcher, endings, shortest)
         self._keep(_key(params), compiled)
         return compiled
 
@@ -217,6 +220,26 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_beginning(matcher: LLMatcher, param: str) -> None:
+    trial = matcher.deep_copy()
+    trial.compute_bitmask()
+    if trial.is_error():
+        raise refusal(
+            f"{param}: no answer can begin with it, {no_next_token(trial)}: "
+            "correct the rule it starts with"
+        )
+
+
+def no_next_token(matcher: LLMatcher) -> str:
+    """Why a matcher that has failed lets no token follow."""
+    said = matcher.get_error().split("\n", 1)[0]
+    if "TooComplex" in said:
+        return "what may follow is too complex to be worked out"
+    if said.startswith("NoExtension"):
+        return "its rules lead only back to themselves or to what nothing matches"
+    return said[:200]
 
 
 def _key(params: GrammarParams) -> str:

@@ -9,7 +9,7 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from jaxpaged.errors import RequestError
-from jaxpaged.text.grammar import CompiledGrammar
+from jaxpaged.text.grammar import CompiledGrammar, no_next_token
 from jaxpaged.text.grammars.endings import DEAD, Endings
 
 
@@ -143,10 +143,9 @@ def _ban_all_but(allowed: np.ndarray, banned: np.ndarray, row: MaskRow, is_some:
         allowed = allowed & ~banned
         is_some = bool(allowed.any())
     if matcher.ll.is_error():
-        said = " ".join(matcher.ll.get_error().split()).removesuffix(" <non-verbose/>")
         matcher.failure = (
-            f"after {len(row.token_ids)} tokens of the answer the grammar lets none follow "
-            f"({said[:200]}): correct it"
+            f"after {len(row.token_ids)} tokens of the answer the grammar lets none follow, "
+            f"{no_next_token(matcher.ll)}: correct it"
         )
     elif not is_some:
         matcher.failure = "the grammar and allowed_token_ids leave no token"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.structured import MAX_CHOICES, StructuredOutputsParams
 from jaxpaged.errors import RequestError
 
 
@@ -43,3 +44,17 @@ def test_numbers_and_ids_of_numpy_are_those_of_python():
 
 def test_one_banned_word_may_stand_without_a_list():
     assert SamplingParams(bad_words="word").bad_words == ("word",)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["a"] * (MAX_CHOICES + 1), f"choice has {MAX_CHOICES + 1} texts, at most {MAX_CHOICES}"),
+        ("a" * (MAX_CHOICES + 1), "choice must be a list"),
+        ([], "choice must be a list"),
+        (["a", ""], "choice must be a list"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused_by_what_they_are(given, says):
+    with pytest.raises(RequestError, match=says):
+        StructuredOutputsParams(choice=given)

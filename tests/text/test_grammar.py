@@ -259,6 +259,9 @@ def test_white_space_is_bounded(grammars):
         (Params(regex="(((a{1,900}){1,900}){1,900}b){1,900}" * 20), "too large"),
         (Params(grammar="start: nowhere"), "grammar"),
         (Params(grammar="root ::= ("), "EBNF"),
+        (Params(grammar="start: start"), "lead only back to themselves or to what nothing"),
+        (Params(grammar="root ::= root"), "no answer can begin with it"),
+        (Params(grammar=r"start: /[^\s\S]/"), "no answer can begin with it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_words(grammars, params, words):
