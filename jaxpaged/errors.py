@@ -18,6 +18,8 @@ JaxPagedError
 
 import re
 
+_LIMIT = re.compile(r"(?<![\w.'\"])max_tokens(?![\w.'\"])")
+
 
 class JaxPagedError(Exception):
     """Anything that jaxpaged raises on purpose."""
@@ -50,6 +52,10 @@ class RequestError(JaxPagedError):
         before, self.param = self.param, param
         if before and param and re.match(re.escape(before) + "[ :,]", str(self)):
             self.args = (param + str(self).removeprefix(before),)
+
+    def name_limit(self, name: str) -> None:
+        """Say `name` where the text speaks of `max_tokens`, but not within what a client wrote."""
+        self.args = (_LIMIT.sub(name, str(self)),)
 
 
 class PromptTooLong(RequestError):

@@ -135,6 +135,7 @@ def naming_fields(body: ChatRequest, own_name: Callable[[str], str]) -> Generato
     except RequestError as error:
         param = client_field(body, error.param)
         error.name_field(own_name(param) if param else None)
+        error.name_limit(own_name(client_field(body, "max_tokens") or ""))
         raise
 
 

@@ -1,6 +1,7 @@
 """Fields of a request that change what is told, and how it is cut: not what is generated."""
 
 import asyncio
+import re
 import time
 
 import pytest
@@ -106,6 +107,38 @@ async def test_a_refusal_names_the_field_that_the_client_wrote(server):
         assert reply.error["message"].startswith(f"{name} is -1")
     beams = {"prompt": "A", "use_beam_search": True, "n": 11}
     assert (await server.post(beams)).error["message"].startswith("n is 11")
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "name"),
+    [
+        (COMPLETIONS, {"prompt": "A", "max_tokens": 10**6}, "max_tokens"),
+        (CHAT, HELLO | {"max_tokens": 10**6}, "max_tokens"),
+        (CHAT, HELLO | {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        (CHAT, HELLO | {"max_tokens": 9, "max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 10**6}, "max_output_tokens"),
+        ("/v1/messages", HELLO | {"max_tokens": 10**6}, "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_over_the_context_names_the_limit_that_the_client_wrote(
+    server, path, more, name, stream
+):
+    model = server.llm.served_model_names[0]
+    reply = await server.post(more | {"stream": stream, "model": model}, path)
+    assert reply.status == 400
+    told = re.search(r"or lower (\w+) to \d+$", reply.error["message"])
+    assert told is not None
+    assert told[1] == name
+
+
+async def test_a_word_of_the_client_is_told_as_it_is_where_its_limit_has_another_name(server):
+    choice = {"type": "function", "function": {"name": "max_tokens"}}
+    more = {"max_completion_tokens": 3, "tool_choice": choice}
+    reply = await server.post(HELLO | more, CHAT)
+    assert "'max_tokens'" in reply.error["message"]
+    few = await server.post(HELLO | {"max_completion_tokens": 3, "min_tokens": 4}, CHAT)
+    assert few.error["message"].startswith("min_tokens is 4, over max_completion_tokens of 3")
 
 
 async def test_a_text_that_is_cut_may_be_long_and_not_endless(server, monkeypatch):

@@ -18,7 +18,7 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens",
-          "response_format": "text.format"}  # fmt: skip
+          "max_tokens": "max_output_tokens", "response_format": "text.format"}  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text")
 
 
