@@ -39,6 +39,8 @@ class ToolUse:
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """`params` for an answer with these tools: held to calls where they are forced.
 
+        What stops other answers would cut a forced call's arguments, which end by themselves.
+
         Raises:
             RequestError: the answer is to have another form too.
         """
@@ -49,7 +51,8 @@ class ToolUse:
                     "answer looks like: leave one out",
                     param="tool_choice",
                 )
-            return replace(params, structured_outputs=StructuredOutputsParams(json=self.schema()))
+            schema = StructuredOutputsParams(json=self.schema())
+            return replace(params, structured_outputs=schema, stop=None, stop_token_ids=None)
         if self.mode == "auto" and self.format_name in NEED_SPECIAL_TOKENS:
             return replace(params, skip_special_tokens=False)
         return params

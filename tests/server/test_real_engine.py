@@ -36,6 +36,7 @@ from tests.support.schemas import ODD_WORDS, SCHEMA_WITH_REFERENCE
 
 MELT = "\U0001fae0"
 FIELDS = ("structured_outputs", "max_tokens")
+STREAM = {"stream": True}
 WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -289,6 +290,24 @@ async def test_some_tool_must_be_called(serve):
         )
         functions = [call["function"] for call in message["tool_calls"]]
         assert [(f["name"], f["arguments"]) for f in functions] == made_calls(many)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "word"}}])
+@pytest.mark.parametrize(
+    "stops", [{"stop": ['"', "w"]}, {"stop_token_ids": byte_ids('"w')}, {"stop": "a", "n": 2}]
+)
+async def test_what_stops_other_answers_never_cuts_a_forced_call(serve, choice, stops):
+    server = await serve("R")
+    body = ASK | {"tool_choice": choice, "temperature": 0}
+    calls = made_calls((await server.post(body, CHAT)).body["choices"][0])
+    for told in (await server.post(body | stops, CHAT)).body["choices"]:
+        assert made_calls(told) == calls
+        assert told["stop_reason"] is None
+    if "n" not in stops:
+        message, reason = streamed((await server.post(body | stops | STREAM, CHAT)).events)
+        functions = [call["function"] for call in message["tool_calls"]]
+        assert [(f["name"], f["arguments"]) for f in functions] == calls
+        assert reason == "tool_calls"
 
 
 async def test_a_schema_that_is_not_served_is_refused_as_the_tools(serve):
