@@ -18,7 +18,7 @@ from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import PromptScores, TokenLabels, chat_logprobs
 from jaxpaged.openai.params import beam_params, chat_params, check_logprobs, salt_of
 from jaxpaged.openai.parsed import ParsedAnswer, ToolReading
-from jaxpaged.openai.prompts import encode_chat
+from jaxpaged.openai.prompts import encode_chat, last_turn
 from jaxpaged.openai.schema import ChatRequest, decode_body
 from jaxpaged.openai.tools import ToolUse, tool_use
 from jaxpaged.openai.truncation import truncated
@@ -155,11 +155,12 @@ class ChatForm:
         as_ids = bool(body.return_tokens_as_token_ids)
         self._labels = TokenLabels(engine.tokenizer, as_ids=as_ids)
         self._scores = PromptScores(self._labels)
-        adds_more = body.logprobs or body.return_token_ids or body.prompt_logprobs is not None
-        self.is_plain = not (adds_more or parsing)
+        self._echoed = last_turn(body.messages) if body.echo else ""
+        of_prompt = body.return_prompt_text or body.prompt_logprobs is not None
+        self.is_plain = not (body.logprobs or body.return_token_ids or of_prompt or parsing)
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": self._echoed}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
@@ -168,6 +169,8 @@ class ChatForm:
             told["prompt_logprobs"] = self._scores.of(output)
         if self._body.return_token_ids:
             told["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self._body.return_prompt_text:
+            told["prompt_text"] = output.prompt
         return told
 
     def choice(self, index: int, output: RequestOutput, part: CompletionOutput) -> dict[str, Any]:
@@ -176,6 +179,8 @@ class ChatForm:
             message = {"role": "assistant", "content": part.text, "refusal": None}
         else:
             message = answer.message(part.text)
+        if self._echoed:
+            message["content"] = self._echoed + (message["content"] or "")
         choice: dict[str, Any] = {"index": index, "message": message}
         return choice | self._rest(part, answer)
 

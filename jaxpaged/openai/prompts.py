@@ -10,7 +10,7 @@ from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.served import ServedEngine
 from jaxpaged.errors import PromptTooLong, RequestError, UnsupportedParameter
 from jaxpaged.openai.json_bounds import out_of_bounds
-from jaxpaged.openai.schema import ChatRequest, ConversationFields
+from jaxpaged.openai.schema import ChatRequest, ConversationFields, TokenizeRequest
 
 MAX_PROMPTS = 2048  # prompts times n, in one request
 MAX_TEMPLATE_KWARGS = 128
@@ -142,7 +142,7 @@ async def encode_chat(
             "--trust-request-chat-template",
             param="chat_template",
         )
-    return await engine.chat_prompt(
+    prompt = await engine.chat_prompt(
         messages,
         None if is_cut else _most_chars(engine),
         chat_template=body.chat_template,
@@ -151,6 +151,16 @@ async def encode_chat(
         tools=tools,
         **options,
     )
+    if isinstance(body, ChatRequest | TokenizeRequest) and body.add_special_tokens:
+        before, after = engine.tokenizer.surroundings
+        prompt["prompt_token_ids"] = [*before, *prompt["prompt_token_ids"], *after]
+    return prompt
+
+
+def last_turn(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a conversation's last message, if it is the assistant's."""
+    last = _checked_message(len(messages) - 1, messages[-1])
+    return "\n".join(_texts([last])) if last["role"] == "assistant" else ""
 
 
 def _checked_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,15 @@ class Tokenizer:
         return longest if self.raw.normalizer is None else longest * COMPOSED
 
     @cached_property
+    def surroundings(self) -> tuple[list[int], list[int]]:
+        """The special tokens that `encode` puts before a text and behind it."""
+        bare, ids = self.encode("a", add_special_tokens=False), self.encode("a")
+        num_before = next(
+            (i for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), len(ids)
+        )
+        return ids[:num_before], ids[num_before + len(bare) :]
+
+    @cached_property
     def control_pattern(self) -> re.Pattern[str] | None:
         """Finds the characters of control tokens; None where the model has none."""
         added = self.raw.get_added_tokens_decoder()

@@ -128,6 +128,46 @@ async def test_a_message_can_be_continued(start):
     assert (await server.post(body, CHAT)).text == "N"
 
 
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}, {"n": 2}])
+async def test_an_echo_puts_the_last_turn_of_the_assistant_before_the_answer(start, more):
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    server = await start(template=template)
+    parts = ["K", {"type": "text", "text": "LM"}]
+    messages = [{"role": "user", "content": "A"}, {"role": "assistant", "content": parts}]
+    body = {"messages": messages, "max_tokens": 2, "continue_final_message": True} | more
+    told = [c["message"]["content"] for c in (await server.post(body, CHAT)).body["choices"]]
+    assert told == ["NO"] * more.get("n", 1)
+    echo = body | {"echo": True}
+    told = [c["message"]["content"] for c in (await server.post(echo, CHAT)).body["choices"]]
+    assert told == ["K\nLMNO"] * more.get("n", 1)
+    stream = await server.post(echo | {"stream": True}, CHAT)
+    assert "".join(stream.texts) == "K\nLMNO"
+    mine = {"messages": messages[:1], "echo": True, "max_tokens": 2}
+    assert (await server.post(mine, CHAT)).text == "}~"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_template_wrote_is_told_where_wanted(start, stream):
+    server = await start(template="[{{ messages[-1]['content'] }}]")
+    body = ask("ABC", max_tokens=1, stream=stream)
+    for more, text in (({}, "[ABC]"), ({"truncate_prompt_tokens": 2}, "[ABC]")):
+        wanted = await server.post(body | more | {"return_prompt_text": True}, CHAT)
+        first, *others = wanted.events if stream else [wanted.body]
+        assert first["prompt_text"] == text
+        assert not any("prompt_text" in event for event in others)
+    plain = await server.post(body, CHAT)
+    assert b"prompt_text" not in plain.raw
+
+
+async def test_special_tokens_are_put_round_what_the_template_wrote_where_wanted(start):
+    server = await start(adds_bos=True)
+    for more, before in (({}, []), ({"add_special_tokens": True}, [BOS])):
+        body = ask("ABC", max_tokens=1, return_token_ids=True) | more
+        want = [*before, *byte_ids("ABC")]
+        assert (await server.post(body, CHAT)).body["prompt_token_ids"] == want
+        assert (await server.post(ask("ABC") | more, "/tokenize")).body["tokens"] == want
+
+
 async def test_template_keywords_reach_the_template(start):
     server = await start(template="{{ messages[0].content }}{{ extra }}")
     body = ask("A", max_tokens=1, chat_template_kwargs={"extra": "B"})

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
 
 from jaxpaged.errors import ConfigError, RequestError, WeightsError
 from jaxpaged.text.gguf_vocabulary import build_vocabulary
@@ -130,6 +131,18 @@ def test_llama_classes_may_turn_the_bos_off(tmp_path):
     config |= {"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_tokenizer(tmp_path).encode("A") == [32]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_what_is_put_round_a_text_is_known(tmp_path, adds_bos):
+    write_tokenizer(tmp_path, adds_bos=adds_bos)
+    tokenizer = load_tokenizer(tmp_path)
+    before, after = tokenizer.surroundings
+    assert [*before, *byte_ids("xyz"), *after] == tokenizer.encode("xyz")
+    tokenizer.raw.post_processor = TemplateProcessing(
+        single="<s> $A <e> <e>", special_tokens=[("<s>", BOS), ("<e>", EOS)]
+    )
+    assert Tokenizer(tokenizer.raw, tokenizer.info).surroundings == ([BOS], [EOS, EOS])
 
 
 def test_padding_and_truncation_of_the_file_are_off(tmp_path):
