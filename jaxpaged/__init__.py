@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxpaged.arrays import KVPages, RaggedBatch
     from jaxpaged.core.beams import BeamSearchParams
     from jaxpaged.core.params import OutputKind, SamplingParams
+    from jaxpaged.core.repetition import RepetitionDetectionParams
     from jaxpaged.core.structured import StructuredOutputsParams
     from jaxpaged.engine.async_engine import AsyncLLM
     from jaxpaged.engine.llm import LLM
@@ -30,6 +31,7 @@ _HOMES = {
     "OutputKind": "jaxpaged.core.params",
     "PoolingParams": "jaxpaged.engine.pooling.offline",
     "RaggedBatch": "jaxpaged.arrays",
+    "RepetitionDetectionParams": "jaxpaged.core.repetition",
     "RequestOutput": "jaxpaged.engine.outputs",
     "SamplingParams": "jaxpaged.core.params",
     "StructuredOutputsParams": "jaxpaged.core.structured",
@@ -46,6 +48,7 @@ __all__ = [
     "OutputKind",
     "PoolingParams",
     "RaggedBatch",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",

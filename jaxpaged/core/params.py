@@ -10,6 +10,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+from jaxpaged.core.repetition import RepetitionDetectionParams
 from jaxpaged.core.structured import ReasoningMarks, StructuredOutputsParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 
@@ -28,6 +29,10 @@ _WHOLE = (
 _REAL = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p",
 )  # fmt: skip
+_OBJECTS = {
+    "structured_outputs": StructuredOutputsParams,
+    "repetition_detection": RepetitionDetectionParams,
+}
 
 
 class OutputKind(enum.Enum):
@@ -82,6 +87,7 @@ class SamplingParams:
     copies_begun_page: bool = False
     explain: bool = False  # keep what the scheduler did, see docs/scheduling.md
     structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     reasoning: ReasoningMarks | None = None  # where a grammar waits for its end, or it has a limit
     extra_args: dict[str, Any] | None = field(default=None, compare=False)
 
@@ -105,12 +111,12 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
         self._check_lists()
-        given = self.structured_outputs
-        if given is not None and not isinstance(given, StructuredOutputsParams):
-            raise RequestError(
-                f"structured_outputs is {type(given).__name__}: give StructuredOutputsParams(...)",
-                param="structured_outputs",
-            )
+        for name, kind in _OBJECTS.items():
+            given = getattr(self, name)
+            if not isinstance(given, kind | None):
+                raise RequestError(
+                    f"{name} is {type(given).__name__}: give {kind.__name__}(...)", param=name
+                )
 
     def _read_number(self, name: str, kind: type[int] | type[float]) -> None:
         """Take a number of NumPy for Python's; the sampler's code relies on those."""

@@ -59,7 +59,9 @@ class Request:
     @cached_property
     def has_known_length(self) -> bool:
         """Whether nothing can end an answer before its `max_tokens`, or the context."""
-        may_stop = self.stop_ids or self.params.stop or self.grammar is not None
+        params = self.params
+        may_stop = self.stop_ids or params.stop or params.repetition_detection
+        may_stop = may_stop or self.grammar is not None
         return not may_stop or self.max_tokens <= 1
 
     @cached_property
@@ -88,7 +90,7 @@ class TokenEvent(NamedTuple):
     text: str  # new and final: neither a partial character nor the beginning of a stop string
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None  # once, with the first event
-    finish_reason: str | None  # stop, length, abort, error
+    finish_reason: str | None  # stop, length, repetition, abort, error
     stop_reason: int | str | None  # token id or string that stopped it, parameter that broke it
     num_cached_tokens: int
     cumulative_logprob: float

@@ -15,6 +15,7 @@ from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
 from jaxpaged.core.logit_edits import excluding
 from jaxpaged.core.plan import RowColumns, StepPlan
+from jaxpaged.core.repetition import FOUND
 from jaxpaged.core.request import Request, TokenEvent
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.core.sequence import SeqState, Sequence
@@ -254,14 +255,20 @@ class Engine:
         error = self._follow_grammar(stream, new) if is_followed else None
         if error is not None:
             return stream.event((), "", None, error=error)
+        if stream.repetition is not None and (kept := stream.until_repetition(new, guessed)):
+            new, guessed = kept
+            self._finish(seq, "repetition", FOUND)
         text, stopped_by = stream.text(new)
-        if guessed and stopped_by is not None:
-            new = stream.cut(new, guessed)
-        if stopped_by is not None and stream.is_finished:
-            seq.finish_reason, seq.stop_reason = "stop", stopped_by
-        elif stopped_by is not None:
-            self.scheduler.finish(seq, "stop", stopped_by)
+        if stopped_by is not None:
+            new = stream.cut(new, guessed, stream.num_until_stop()) if guessed else new
+            self._finish(seq, "stop", stopped_by)
         return stream.event(new, text, logprobs)
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: str) -> None:
+        """End a sequence, also one that tokens behind the end have finished."""
+        if seq.state is not SeqState.FINISHED:
+            self.scheduler.finish(seq, reason, stop_reason)
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
 
     def _follow_grammar(self, stream: Stream, new: tuple[int, ...]) -> str | None:
         """End an answer where its grammar does; what went wrong where the grammar was left."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxpaged.core.params import OutputKind
 from jaxpaged.core.plan import PlannedRow
+from jaxpaged.core.repetition import RepetitionWatch
 from jaxpaged.core.request import TokenEvent, TokenLogprobs
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.engine.runner import StepResult
@@ -29,6 +30,7 @@ class Stream:
     ended_by_grammar: bool = False  # whose last token is text like any other
     num_told: int = 0  # tokens of the sequence that events have told, and the prompt's
     due: int = 0  # tokens of the sequence with which the next event is due, if it does not end
+    repetition: RepetitionWatch | None = None
     holds: bool = False  # its caller waits for the end: tokens are told in pieces
 
     @classmethod
@@ -40,7 +42,11 @@ class Stream:
         wants_scores = params.prompt_logprobs is not None and not seq.choice
         stream = cls(seq, detokenizer, [None] if wants_scores else None)
         stream.num_told = seq.num_prompt_tokens
+        looks_for = params.repetition_detection
+        if looks_for is not None and looks_for.max_pattern_size:
+            stream.repetition = RepetitionWatch(looks_for)
         is_looked_at = params.logprobs is not None or params.stop or params.reasoning
+        is_looked_at = is_looked_at or stream.repetition
         stream.holds = params.output_kind is OutputKind.FINAL_ONLY and not (
             wants_scores or is_looked_at or seq.request.grammar
         )
@@ -84,12 +90,30 @@ class Stream:
             text += self.detokenizer.flush()
         return text, stopped_by
 
-    def cut(self, new: tuple[int, ...], guessed: Seq[float]) -> tuple[int, ...]:
-        """Take back the guessed tokens after the one that completed a stop string."""
+    def num_until_stop(self) -> int:
+        """New tokens up to the one that completed a stop string."""
         assert self.detokenizer is not None
-        seq = self.seq
-        num_kept = self.detokenizer.num_tokens - (self.num_told - seq.num_prompt_tokens)
-        del seq.token_ids[self.num_told + num_kept :]
+        return self.detokenizer.num_tokens - (self.num_told - self.seq.num_prompt_tokens)
+
+    def until_repetition(
+        self, new: tuple[int, ...], guessed: Seq[float]
+    ) -> tuple[tuple[int, ...], Seq[float]] | None:
+        """The new tokens up to the one with which the answer repeats itself, and what is guessed of
+        them; None where it does not, or has ended with that very token.
+        """
+        assert self.repetition is not None
+        before = self.num_told - self.seq.num_prompt_tokens
+        for num, token_id in enumerate(new, 1):
+            is_long = before + num >= self.seq.request.params.min_tokens
+            if self.repetition.repeats(token_id) and is_long:
+                if num < len(new):
+                    return self.cut(new, guessed, num), guessed[: num - 1]
+                return None if self.is_finished else (new, guessed)
+        return None
+
+    def cut(self, new: tuple[int, ...], guessed: Seq[float], num_kept: int) -> tuple[int, ...]:
+        """Take back the guessed tokens after the first `num_kept`."""
+        del self.seq.token_ids[self.num_told + num_kept :]
         self.cumulative_logprob -= sum(guessed[max(num_kept - 1, 0) :])
         return new[:num_kept]
 

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import MAX_BIASES, MAX_LOGPROBS, OutputKind, SamplingParams
+from jaxpaged.core.repetition import RepetitionDetectionParams
 from jaxpaged.errors import RequestError, UnsupportedParameter
 from jaxpaged.openai.formats import structured_outputs
 from jaxpaged.openai.schema import ChatRequest, CompletionRequest, PrefixRequest, SamplingFields
@@ -13,7 +16,7 @@ _NOT_WITH_BEAMS = (
     "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens",
     "logits_processors", "structured_outputs", "response_format", "presence_penalty",
     "frequency_penalty", "prompt_logprobs", "logprob_token_ids", "explain", "tools",
-    "thinking_token_budget",
+    "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
 COMPLETION_MAX_TOKENS = 16
 MAX_SALT = 1024  # characters
@@ -100,6 +103,11 @@ def _common(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]
     values |= {name: value for name, value in given if value is not None}
     if body.logit_bias is not None:
         values["logit_bias"] = _biases(body.logit_bias)
+    if body.repetition_detection is not None:
+        looks_for = msgspec.structs.asdict(body.repetition_detection)
+        values["repetition_detection"] = RepetitionDetectionParams(
+            **{name: value for name, value in looks_for.items() if value is not None}
+        )
     values["structured_outputs"] = structured_outputs(body)
     values["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
     return values

@@ -21,6 +21,14 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionDetection(msgspec.Struct):
+    """Ends an answer that repeats a pattern of so many tokens so often."""
+
+    max_pattern_size: int | None = None
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that completions and chat share."""
 
@@ -40,6 +48,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None

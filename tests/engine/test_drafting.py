@@ -10,6 +10,7 @@ import pytest
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.core.buckets import Bucket, BucketLadder
 from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.repetition import RepetitionDetectionParams
 from jaxpaged.errors import ConfigError
 from jaxpaged.weights.loader import DRAFT
 from tests.support.engines import TinyEngine, tiny_parts
@@ -99,6 +100,22 @@ def test_sampled_answers_are_those_without_guesses(parts):
     found, plain, counts, _ = run(parts, {"temperature": 0.7, "top_p": 0.9, "seed": 3})
     assert same(found, plain)
     assert 0 < counts["right"] < counts["guessed"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_a_repetition_among_guessed_tokens_ends_the_answer_where_it_is(parts, count):
+    wanted = RepetitionDetectionParams(max_pattern_size=8, min_count=count)
+    found, plain, counts, _ = run(parts, GREEDY | {"repetition_detection": wanted}, max_tokens=60)
+    told = [output.outputs[0] for output in found]
+    alone = [output.outputs[0] for output in plain]
+    assert [(a.token_ids, a.text, a.finish_reason) for a in told] == [
+        (a.token_ids, a.text, a.finish_reason) for a in alone
+    ]
+    assert [a.cumulative_logprob for a in told] == pytest.approx(
+        [a.cumulative_logprob for a in alone], rel=1e-4
+    )
+    assert "repetition" in {a.finish_reason for a in told}
+    assert counts["right"] > 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -29,7 +29,7 @@ from server.batching.store import BatchStore
 from server.listener import Listener
 from tests.server.batching.conftest import line
 from tests.server.batching.test_batches import ended, made, records, text_of
-from tests.server.conftest import CHAT, Running
+from tests.server.conftest import CHAT, COMPLETIONS, Running
 from tests.server.test_tools import streamed
 from tests.support.models import BOS, byte_ids, write_model
 from tests.support.schemas import ODD_WORDS, SCHEMA_WITH_REFERENCE
@@ -229,6 +229,22 @@ async def test_clients_that_leave_give_their_pages_back(serve, stream):
                 while server.llm.load.num_running or server.llm.load.kv_cache_usage:
                     await asyncio.sleep(0.001)
         server.engine.scheduler.pool.check()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_an_answer_that_repeats_itself_says_so(serve, path):
+    server = await serve("R")
+    prompt = {"prompt": "hi"} if path == COMPLETIONS else {"messages": ASK["messages"]}
+    wanted = {"max_pattern_size": 3, "min_count": 4}
+    body = prompt | {"max_tokens": 90, "logit_bias": {"5": 100}, "ignore_eos": True}
+    body |= {"return_token_ids": True, "repetition_detection": wanted}
+    (choice,) = (await server.post(body, path)).body["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    assert choice["token_ids"] == [5] * 4
+    last = (await server.post(body | STREAM, path)).events[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("repetition", "repetition_detected")
+    bad = body | {"repetition_detection": {"max_pattern_size": 3}}
+    assert (await server.post(bad, path)).error["param"] == "repetition_detection"
 
 
 ITEM = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
