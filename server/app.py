@@ -15,6 +15,7 @@ from server import (
     completions,
     embeddings,
     generate,
+    invocations,
     messages,
     operator,
     prefixes,
@@ -147,9 +148,7 @@ def add_routes(router: web.UrlDispatcher | _Prefixed) -> None:
     router.add_get("/health", status.health, name="health")
     router.add_get("/health/ready", status.health, name="health_ready")
     router.add_get("/health/live", status.live, name="health_live")
-    ping = router.add_resource("/ping", name="ping")
-    ping.add_route("GET", status.health)
-    ping.add_route("POST", status.health)
+    _add_sagemaker_routes(router)
     router.add_get("/version", status.version, name="version")
     router.add_get("/load", status.load, name="load")
     router.add_get("/metrics", status.metrics, name="metrics")
@@ -170,6 +169,13 @@ def _add_pooling_routes(router: web.UrlDispatcher | _Prefixed) -> None:
         router.add_post(f"{version}/rerank", embeddings.rerank, name=f"rerank{name}")
         if version != "/v2":
             router.add_post(f"{version}/score", embeddings.score, name=f"score{name}")
+
+
+def _add_sagemaker_routes(router: web.UrlDispatcher | _Prefixed) -> None:
+    router.add_post("/invocations", invocations.invocations, name="invocations")
+    ping = router.add_resource("/ping", name="ping")
+    ping.add_route("GET", status.health)
+    ping.add_route("POST", status.health)
 
 
 @web.middleware

@@ -10,6 +10,7 @@ from jaxpaged.errors import CapacityError
 from server.errors import HttpError
 from server.state import LATE_BODY_S, SERVER, ServerState, shutting_down
 
+BODY = web.RequestKey("body", bytes)
 SMALL_BODY = 65_536  # bytes that always find room
 
 
@@ -44,6 +45,8 @@ async def read_body(request: web.Request) -> bytes:
         HttpError: too large 413, compressed 415, too slow 408.
         Draining: the server shuts down, and the body was not there in time.
     """
+    if BODY in request:
+        return request[BODY]
     state = request.app[SERVER]
     limits = state.limits
     encoding = request.headers.get("Content-Encoding", "identity")
@@ -59,6 +62,12 @@ async def read_body(request: web.Request) -> bytes:
             408, f"the body did not arrive within {limits.body_timeout_s:g} s"
         ) from None
     await state.turns.next()
+    return body
+
+
+async def keep_body(request: web.Request) -> bytes:
+    """`read_body`, which gives the same again to whom the request is handed on."""
+    body = request[BODY] = await read_body(request)
     return body
 
 

@@ -23,6 +23,7 @@ from jaxpaged.openai.schema import (
 )
 from server.auth import OPEN_ROUTES
 from server.batching.requests import BatchRequest
+from server.invocations import HANDLERS
 from server.state import SERVER
 
 BODIES: dict[str, type[msgspec.Struct]] = {
@@ -44,6 +45,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "count_tokens": CountRequest,
     "batches": BatchRequest,
 }
+INVOKED = {name for name, _ in HANDLERS.values()}
 FORMS: dict[str, dict[str, Any]] = {
     "files": {
         "type": "object",
@@ -83,6 +85,7 @@ def _document(app: web.Application, root_path: str) -> bytes:
         BODIES.values(), ref_template="#/components/schemas/{name}"
     )
     body_of = dict(zip(BODIES, schemas, strict=True))
+    body_of["invocations"] = {"anyOf": [body_of[name] for name in sorted(INVOKED)]}
     paths: dict[str, dict[str, Any]] = {}
     for route in app.router.routes():
         resource = route.resource

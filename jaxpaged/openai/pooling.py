@@ -43,10 +43,15 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
 
 
 class ScoreRequest(PoolingFields, kw_only=True):
-    """Body of /score."""
+    """Body of /score: one of four pairs of names for the same."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None  # instead of `documents`
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
 
 
 class RerankRequest(PoolingFields, kw_only=True):
@@ -57,6 +62,9 @@ class RerankRequest(PoolingFields, kw_only=True):
     top_n: int | None = None
 
 
+SCORE_PAIRS = (
+    ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"),
+)  # fmt: skip
 _EMBEDDING = msgspec.json.Decoder(EmbeddingRequest)
 _SCORE = msgspec.json.Decoder(ScoreRequest)
 _RERANK = msgspec.json.Decoder(RerankRequest)
@@ -124,11 +132,29 @@ async def scores(
     body: ScoreRequest, pooling: ServedPooling, usage: Usage, model: str
 ) -> dict[str, Any]:
     """The answer to /score. Raises what `embeddings` raises."""
-    values = await _scores(pooling, usage, body.text_1, body.text_2, body, ("text_1", "text_2"))
+    names = _score_pair(body)
+    first, second = (getattr(body, name) for name in names)
+    values = await _scores(pooling, usage, first, second, body, names)
     data = [
         {"index": index, "object": "score", "score": value} for index, value in enumerate(values)
     ]
     return _answer("score", model, usage) | {"object": "list", "data": data}
+
+
+def _score_pair(body: ScoreRequest) -> tuple[str, str]:
+    """The names under which a body has its texts."""
+    given = {name for pair in SCORE_PAIRS for name in pair if getattr(body, name) is not None}
+    pair = next((pair for pair in SCORE_PAIRS if given == set(pair)), None)
+    if pair is None:
+        begun = next((pair for pair in SCORE_PAIRS if given and given < set(pair)), None)
+        missing = next((name for name in begun or () if name not in given), None)
+        pairs = ", ".join(" and ".join(pair) for pair in SCORE_PAIRS)
+        raise RequestError(
+            f"the texts to score are given as {' and '.join(sorted(given)) or 'nothing'}: "
+            f"give one of these pairs: {pairs}",
+            param=missing or min(given, default="text_1"),
+        )
+    return pair
 
 
 async def reranked(

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import re
 
 import httpx
 import numpy as np
@@ -160,6 +161,68 @@ async def test_scores_are_cosines_and_ranks_follow_them(server, pooling):
         assert [item["index"] for item in results] == order[:3]
         assert results[0]["document"] == {"text": TEXTS[0]}
         assert results[0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("names", openai_pooling.SCORE_PAIRS)
+async def test_the_texts_of_a_score_have_any_of_four_pairs_of_names(server, names):
+    texts = (TEXTS[0], TEXTS)
+    plain = await server.post(dict(zip(("text_1", "text_2"), texts, strict=True)), "/score")
+    named = await server.post(dict(zip(names, texts, strict=True)), "/score")
+    assert named.body["data"] == plain.body["data"]
+    wrong = dict(zip(names, (["a", "b"], ["a"]), strict=True))
+    assert f"{names[0]} has 2 texts" in (await server.post(wrong, "/score")).error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "given"),
+    [
+        ({}, "text_1", "nothing"),
+        ({"text_1": "a"}, "text_2", "text_1"),
+        ({"queries": "a"}, "documents", "queries"),
+        ({"items": ["a"]}, "queries", "items"),
+        ({"data_1": "a", "text_2": "b"}, "data_1", "data_1 and text_2"),
+        ({"text_1": "a", "text_2": "b", "data_1": "a"}, "data_1", "data_1 and text_1 and text_2"),
+    ],
+)
+async def test_a_score_without_one_pair_of_names_is_refused(server, body, param, given):
+    reply = await server.post(body, "/score")
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert f"are given as {given}: give one of these pairs" in reply.error["message"]
+
+
+BODIES = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "ABC"}]}),
+    ("/v1/completions", {"prompt": "ABC", "input": None}),
+    ("/v1/completions", {"prompt": "ABC", "stream": True}),
+    (EMBED, {"input": "a b"}),
+    ("/score", {"text_1": "a b", "text_2": ["a", "b"]}),
+    ("/score", {"queries": "a b", "documents": ["a", "b"]}),
+    ("/rerank", {"query": "a b", "documents": ["a", "b"]}),
+    ("/v1/completions", {"prompt": 7}),
+    ("/score", {"data_1": 7}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_an_invocation_is_answered_as_the_route_of_its_body(server, path, body):
+    body = body | {"max_tokens": 3, "temperature": 0}
+    invoked, direct = [await server.post(body, to) for to in ("/invocations", path)]
+    assert (invoked.status, shown(invoked)) == (direct.status, shown(direct))
+
+
+def shown(reply) -> bytes:
+    """What is the same in equal answers: all but ids and times."""
+    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", reply.raw)
+
+
+async def test_an_invocation_that_asks_for_nothing_is_refused_and_needs_a_key(start, pooling):
+    server = await start(pooling=pooling, api_keys=("key",))
+    headers = {"Authorization": "Bearer key"}
+    for body in ({}, {"documents": ["a"]}, {"messages": None}, [], "x"):
+        reply = await server.post(body, "/invocations", headers=headers)
+        assert reply.status == 400
+    assert (await server.post({"prompt": "A"}, "/invocations")).status == 401
+    assert (await server.post({"prompt": "A"}, "/invocations", headers=headers)).status == 200
 
 
 @pytest.mark.parametrize(
