@@ -190,8 +190,7 @@ class AsyncLLM(ServedEngine):
 
     def _check_capacity(self, num_tokens: int) -> None:
         self._thread.check_running()
-        if self._control.sleeps:
-            raise CapacityError("the engine sleeps: POST /wake_up first")
+        self._check_awake()
         settings = self._parts.config.scheduler
         scheduler, arriving = self._engine.scheduler, list(self._arriving.values())
         waiting = scheduler.num_waiting + len(arriving)
@@ -205,12 +204,17 @@ class AsyncLLM(ServedEngine):
                 text = f"{queued} prompt tokens wait, at most {most} may"
                 self._refuse("max_num_queued_tokens", text)
 
+    def _check_awake(self) -> None:
+        if self._control.sleeps:
+            raise CapacityError("the engine sleeps: POST /wake_up first")
+
     def _refuse(self, setting: str, text: str) -> NoReturn:
         self.metrics.rejected(setting)
         raise QueueFull(text, retry_after_s=RETRY_AFTER_S)
 
     def _add(self, request: Request) -> None:
         try:
+            self._check_awake()  # again: what was asked before may have put it to sleep
             self._engine.add(request)
         except (RequestError, CapacityError) as error:
             self._thread.tell(lambda error=error: self.fail(request.request_id, error))
