@@ -65,7 +65,10 @@ class EngineControl:
         }
         if method not in methods:
             raise RequestError(f"there is no control {method!r}")
-        return methods[method](*arguments)
+        try:
+            return methods[method](*arguments)
+        finally:
+            self._engine.publish_load()  # pages may have been given back without a step
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages that no sequence holds."""

@@ -121,8 +121,12 @@ class Engine:
                 self.metrics.finished(stream.life())
             self._leave(stream)
         self._end(streams)
-        self.metrics.step_ended(0, self._load())
+        self.publish_load()
         return events
+
+    def publish_load(self) -> None:
+        """Have the metrics tell what runs, waits and holds pages now."""
+        self.metrics.step_ended(0, self._load())
 
     def explanation(self, request_id: str) -> dict[str, Any] | None:
         """Why a request waited and what it got, see `Explanations`; None where nothing is known."""

@@ -135,7 +135,9 @@ async def test_a_key_sees_and_drops_its_own_and_an_admin_all(ask, llm):
     for prefix_id in (other, "none"):
         reply = await ask("DELETE", f"{PREFIXES}/{prefix_id}")
         assert (reply.status, reply.error["param"]) == (404, "prefix_id")
+    usage = llm.load.kv_cache_usage
     assert (await ask("DELETE", f"{PREFIXES}/{mine}")).body["deleted"] is True
+    assert llm.load.kv_cache_usage == usage / 2  # with no step since
     assert (await ask("DELETE", f"{PREFIXES}/{other}", key="root")).status == 200
     assert await ask.ids(key="root") == set()
     assert llm.parts.engine.scheduler.pool.num_held == 0

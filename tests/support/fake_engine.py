@@ -213,6 +213,9 @@ class FakeEngine:
             cumulative_logprob=NEXT * answer.num_new,
         )
 
+    def publish_load(self) -> None:
+        self._publish(0)
+
     def _publish(self, num_new: int) -> None:
         load = EngineLoad(len(self._answers), 0, 0.0, 0, 0, 0, 0)
         self.metrics.step_ended(num_new, load)
