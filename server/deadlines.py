@@ -18,28 +18,41 @@ class Connections:
     """
 
     def __init__(self, head_s: float, read_s: float, most: int):
-        self._head_s, self.read_s, self._most = head_s, read_s, most
+        self.head_s, self.read_s, self._most = head_s, read_s, most
         self._num_open = 0
+        self._joining: dict[TimedConnection, asyncio.Task[object]] = {}  # longest first
         self._timers: dict[RequestHandler, asyncio.TimerHandle] = {}
         self._working: set[RequestHandler] = set()
         self._resting: dict[RequestHandler, None] = {}  # longest first
 
-    def opened(self, protocol: RequestHandler) -> bool:
-        """A new one; False where none that rests could make room for it."""
+    def accepted(self, connection: "TimedConnection", joining: asyncio.Task[object]) -> None:
+        """A new one; `joining` ends once it is open, or not, as where TLS is not agreed on."""
+        self._joining[connection] = joining
+        if self._num_open + len(self._joining) > self._most and not self.make_room():
+            self._joining.pop(next(iter(self._joining))).cancel()
+
+    def joined(self, connection: "TimedConnection") -> None:
+        """It is open, or will never be."""
+        self._joining.pop(connection, None)
+
+    def make_room(self) -> bool:
+        """Cut the one that has rested longest; False where none rests."""
+        oldest = next(iter(self._resting), None)
+        if oldest is None:
+            return False
+        del self._resting[oldest]
+        _abort(oldest)
+        return True
+
+    def opened(self, protocol: RequestHandler) -> None:
         self._num_open += 1
         self._resting[protocol] = None
-        if self._num_open > self._most:
-            oldest = next(iter(self._resting))
-            _abort(oldest)
-            del self._resting[oldest]
-            return oldest is not protocol
-        return True
 
     def expect(self, protocol: RequestHandler) -> None:
         """A head begins, or a connection that owes its first one."""
         if protocol not in self._timers and protocol not in self._working:
             loop = asyncio.get_running_loop()
-            self._timers[protocol] = loop.call_later(self._head_s, self._cut, protocol)
+            self._timers[protocol] = loop.call_later(self.head_s, self._cut, protocol)
 
     def arrived(self, protocol: RequestHandler) -> None:
         """The head is whole, and its request is being answered."""
@@ -85,8 +98,9 @@ class TimedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner.connection_made(transport)
-        if self._connections.opened(self._inner):
-            self._connections.expect(self._inner)
+        self._connections.joined(self)
+        self._connections.opened(self._inner)
+        self._connections.expect(self._inner)
 
     def data_received(self, data: bytes) -> None:
         self._connections.expect(self._inner)

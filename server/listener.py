@@ -1,6 +1,5 @@
 """An application on a socket: the HTTP settings that the handlers rely on."""
 
-import asyncio
 import os
 import resource
 import socket
@@ -11,11 +10,11 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from jaxpaged.errors import ConfigError
+from server.acceptor import Acceptor
 from server.deadlines import TimedConnection
 from server.errors import HttpError, error_response, log_refusal
 from server.state import SERVER
 
-BACKLOG = 2048
 KEEPALIVE_S = 75.0
 MOST_FILES, SPARE_FILES = 16_384, 256
 CLOSE_S = 1.0  # for connections to end by themselves, once nobody works any more
@@ -30,7 +29,7 @@ def connection_limit() -> int:
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(SPARE_FILES, most - SPARE_FILES)
+    return most - min(SPARE_FILES, most // 2)
 
 
 def address_of(listening: socket.socket) -> str:
@@ -79,7 +78,7 @@ class Listener:
             shutdown_timeout=CLOSE_S,
         )
         self._state = app[SERVER]
-        self._sockets: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
 
     @classmethod
     async def start(
@@ -95,13 +94,9 @@ class Listener:
         """
         listener = cls(app)
         await listener._runner.setup()
-        loop = asyncio.get_running_loop()
-        is_unix = listening.family == socket.AF_UNIX
-        create = loop.create_unix_server if is_unix else loop.create_server
+        connections = listener._state.connections
         try:
-            listener._sockets = await create(
-                listener._connect, sock=listening, ssl=ssl_context, backlog=BACKLOG
-            )
+            listener._acceptor = Acceptor(listening, listener._connect, connections, ssl_context)
         except OSError as error:
             raise ConfigError(
                 f"{address_of(listening)} cannot be listened on: {os.strerror(error.errno or 0)}"
@@ -110,8 +105,8 @@ class Listener:
 
     async def close(self) -> None:
         """Take no new connections, and end every one; handlers that still run are cancelled."""
-        if self._sockets is not None:
-            self._sockets.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         await self._runner.cleanup()
 
     def _connect(self) -> TimedConnection:
