@@ -1,5 +1,8 @@
 """/v1/files: what batches read and leave."""
 
+import asyncio
+import logging
+
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -7,11 +10,14 @@ from jaxpaged.errors import RequestError
 from server.auth import KEY_ID
 from server.batching.records import INPUT, StoredFile
 from server.batching.requests import ExpiresAfter, id_of, json, owner_of, store_of, unknown
-from server.batching.store import Upload
+from server.batching.store import Upload, refusing
 from server.bodies import arriving
 from server.errors import HttpError
 from server.paging import order_asked, page_asked, page_of
+from server.sse import HIGH_WATER
 from server.state import SERVER, ServerState
+
+log = logging.getLogger(__name__)
 
 CHUNK = 2**20  # bytes between two writes to the disk
 MAX_FIELD = 1000  # bytes of a field that is no file
@@ -51,9 +57,41 @@ async def retrieve(request: web.Request) -> web.Response:
 
 
 async def content(request: web.Request) -> web.StreamResponse:
+    """All of a file. A client that reads too little of it is cut, as one of a stream is."""
     file = await _file(request)
     headers = {"Content-Type": "application/jsonl", "Content-Disposition": "attachment"}
-    return web.FileResponse(store_of(request).path(file.file_id), headers=headers)
+    response = web.StreamResponse(headers=headers)
+    response.content_length = file.num_bytes
+    part = await _part(request, file, 0)
+    await response.prepare(request)
+    try:
+        for start in range(HIGH_WATER, file.num_bytes + HIGH_WATER, HIGH_WATER):
+            async with asyncio.timeout(request.app[SERVER].limits.write_timeout_s):
+                await response.write(part)
+            part = await _part(request, file, start)
+    except (TimeoutError, ConnectionError, HttpError) as error:
+        log.info("%s was not sent whole: %s", file.file_id, error or "the client does not read")
+        if request.transport is not None:  # its length is told: only a cut says that it ends
+            request.transport.abort()
+    return response
+
+
+async def _part(request: web.Request, file: StoredFile, start: int) -> bytes:
+    """What stands from `start` on. No file stays open while a client reads: many may."""
+    path = store_of(request).path(file.file_id)
+
+    def read() -> bytes:
+        with path.open("rb") as opened:
+            opened.seek(start)
+            return opened.read(HIGH_WATER)
+
+    try:
+        with refusing():
+            return await asyncio.to_thread(read)
+    except HttpError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # deleted meanwhile
+            raise unknown("file", file.file_id) from None
+        raise
 
 
 async def delete(request: web.Request) -> web.Response:

@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import io
+import os
 import socket
 import sqlite3
 from contextlib import closing
@@ -20,6 +22,7 @@ from server.batching.requests import RUNNER
 from server.batching.store import BatchStore
 from server.state import ServerLimits
 from tests.server.test_protocol import until
+from tests.server.test_slow_clients import connect, num_open
 
 PATH = "/v1/files"
 
@@ -56,6 +59,51 @@ async def test_the_official_client_keeps_reads_and_deletes(serve, client_of):
     with pytest.raises(openai.NotFoundError):
         await client.files.retrieve(file.id)
     assert left(server) == []
+
+
+async def upload(server, content: bytes) -> str:
+    sent = form(PURPOSE, ("file", "a", content))
+    reply = await server.send("POST", PATH, **sent | {"data": io.BytesIO(sent["data"])})
+    return f"{PATH}/{reply.body['id']}/content"
+
+
+async def test_a_file_is_sent_whole_whatever_part_of_it_is_asked_for(serve):
+    server = await serve()
+    content = bytes(range(256)) * 3000
+    path = await upload(server, content)
+    for headers in ({}, {"Range": "bytes=9999999-"}, {"If-Match": '"x"'}, {"If-None-Match": "*"}):
+        reply = await server.get(path, headers=headers)
+        assert (reply.status, reply.raw) == (200, content)
+    assert (await server.get(await upload(server, b""))).raw == b""
+
+
+async def test_a_client_that_does_not_read_its_file_is_cut_and_holds_none_open(serve):
+    server = await serve(max_file=2**25, max_key=2**26, limits=ServerLimits(write_timeout_s=0.3))
+    path = await upload(server, b"x" * 2**24)
+    before = set(os.listdir("/proc/self/fd"))
+    clients = [await connect(server, reads=False) for _ in range(5)]
+    for _, writer in clients:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    await until(lambda: num_open(server) >= 5)
+    await asyncio.sleep(0.1)
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 2 * len(clients) + 1
+    await until(lambda: num_open(server) <= 1, 5.0)
+    for _, writer in clients:
+        writer.close()
+
+
+async def test_a_file_that_is_deleted_under_its_reader_is_a_404_or_cut(serve, monkeypatch):
+    server = await serve(max_file=2**25, max_key=2**26)
+    path = await upload(server, b"x" * 2**24)
+    file = server.app[RUNNER].store.path(left(server)[0])
+    reader, writer = await connect(server)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    await reader.readexactly(1000)
+    file.unlink()
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await reader.readexactly(2**24)
+    assert (await server.get(path)).error["code"] == "file_not_found"
+    writer.close()
 
 
 async def test_a_file_whose_time_is_over_is_forgotten(serve, client_of, monkeypatch):
