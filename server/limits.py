@@ -55,17 +55,14 @@ class RateLimits:
             RateLimited: the key, or all clients together, have used up their minute.
         """
         kinds = {kind: self._both(key_id, own, kind) for kind in Limits._fields}
-        for kind, buckets in kinds.items():
-            for owner, bucket in buckets:
-                least = max(1.0, spare * bucket.limit)
-                if bucket.level < least:
-                    whose = "the server's limit" if owner == ALL else "the limit of this key"
-                    wait_s = bucket.seconds_until(least)
-                    raise RateLimited(
-                        f"{whose} is {bucket.limit:.0f} {kind} a minute: try again in "
-                        f"{math.ceil(wait_s)} s",
-                        retry_after_s=wait_s,
-                    )
+        refusals = [
+            _refusal(owner, kind, bucket, least)
+            for kind, buckets in kinds.items()
+            for owner, bucket in buckets
+            if bucket.level < (least := max(1.0, spare * bucket.limit))
+        ]
+        if refusals:  # all must have passed before another try can be worth it
+            raise max(refusals, key=lambda refusal: refusal.retry_after_s)
         for _, bucket in kinds["requests"]:
             bucket.level -= 1
 
@@ -102,3 +99,12 @@ class RateLimits:
             bucket = self._buckets[owner, kind] = Bucket(limit, limit, now)
         bucket.fill(now)
         return bucket
+
+
+def _refusal(owner: str, kind: str, bucket: Bucket, least: float) -> RateLimited:
+    whose = "the server's limit" if owner == ALL else "the limit of this key"
+    wait_s = bucket.seconds_until(least)
+    return RateLimited(
+        f"{whose} is {bucket.limit:.0f} {kind} a minute: try again in {math.ceil(wait_s)} s",
+        retry_after_s=wait_s,
+    )

@@ -63,6 +63,17 @@ def test_tokens_are_paid_afterwards_and_may_be_overdrawn():
     limits.admit("a", own)
 
 
+def test_of_several_limits_the_one_that_takes_longest_is_told():
+    clock = Clock()
+    limits, own = RateLimits(Limits(2, None), clock), Limits(1, 100)
+    limits.admit("a", own)
+    limits.charge(300, "a", own)
+    with pytest.raises(RateLimited, match="this key is 100 tokens a minute") as caught:
+        limits.admit("a", own)
+    clock.now += caught.value.retry_after_s + 0.001
+    limits.admit("a", own)
+
+
 def test_without_limits_there_are_no_headers():
     limits = RateLimits(NO_LIMITS)
     for _ in range(1000):
