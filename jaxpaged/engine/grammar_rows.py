@@ -175,7 +175,8 @@ class GrammarRows:
             if token_id in seq.stop_ids and seq.finish_reason == "stop":
                 break
             if not matcher.accept(token_id):
-                return Ending("error", f"token {token_id} is not what the grammar allows")
+                error = f"token {token_id} is not what the grammar allows"
+                return Ending("error", matcher.failure or error)
         if matcher.must_end or (seq.finish_reason == "length" and matcher.can_end):
             return Ending("stop", None)
         return None

@@ -18,9 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.numpy import fill_next_token_bitmask
 
 from jaxpaged.text.grammars.endings import NEVER, Endings
 from jaxpaged.text.grammars.expressions import Grammar, Text, choice
+from jaxpaged.text.grammars.failures import MAX_WAYS, is_too_complex, no_next_token
 from jaxpaged.text.grammars.json_schema import json_schema_grammar
 from jaxpaged.text.grammars.json_text import JsonStyle, bounded_space, white_space
 from jaxpaged.text.grammars.lark import to_lark
@@ -135,18 +137,35 @@ class Grammars:
                 raise refusal(f"{param}: nothing fits it")
         matcher = self._matcher(lark, param)
         if endings is None:
-            _check_beginning(matcher, param)
+            self._check_beginning(matcher, param)
         compiled = CompiledGrammar(self, matcher, endings, shortest)
         self._keep(_key(params), compiled)
         return compiled
 
     def _matcher(self, lark: str, param: str) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(max_items_in_row=MAX_WAYS, verbose_errors=False)
         matcher = LLMatcher(self.ll_tokenizer, lark, log_level=0, limits=limits)
         if matcher.is_error():
             what = " ".join(matcher.get_error().split())[:300]
             raise refusal(f"{param} cannot be used: {what}")
         return matcher
+
+    def _check_beginning(self, matcher: LLMatcher, param: str) -> None:
+        """Refuse a grammar that can be seen to lead nowhere before its second token."""
+        trial = matcher.deep_copy()
+        row = np.zeros((1, len(self.words_without_eos)), np.int32)
+        fill_next_token_bitmask(trial, row)
+        if not trial.is_error():
+            allowed = row[0].view(np.uint32) & self.words_without_eos
+            if allowed.any():
+                bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")
+                trial.consume_token(int(np.argmax(bits)))
+            if not is_too_complex(trial):
+                return
+        raise refusal(
+            f"{param}: no answer can begin with it, {no_next_token(trial)}: correct what it starts "
+            "with"
+        )
 
     def _keep(self, key: str, compiled: CompiledGrammar) -> None:
         with self._lock:
@@ -220,26 +239,6 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-
-def _check_beginning(matcher: LLMatcher, param: str) -> None:
-    trial = matcher.deep_copy()
-    trial.compute_bitmask()
-    if trial.is_error():
-        raise refusal(
-            f"{param}: no answer can begin with it, {no_next_token(trial)}: "
-            "correct the rule it starts with"
-        )
-
-
-def no_next_token(matcher: LLMatcher) -> str:
-    """Why a matcher that has failed lets no token follow."""
-    said = matcher.get_error().split("\n", 1)[0]
-    if "TooComplex" in said:
-        return "what may follow is too complex to be worked out"
-    if said.startswith("NoExtension"):
-        return "its rules lead only back to themselves or to what nothing matches"
-    return said[:200]
 
 
 def _key(params: GrammarParams) -> str:

@@ -9,8 +9,9 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from jaxpaged.errors import RequestError
-from jaxpaged.text.grammar import CompiledGrammar, no_next_token
+from jaxpaged.text.grammar import CompiledGrammar
 from jaxpaged.text.grammars.endings import DEAD, Endings
+from jaxpaged.text.grammars.failures import is_too_complex, no_next_token
 
 
 class GrammarMatcher:
@@ -38,7 +39,11 @@ class GrammarMatcher:
 
     def accept(self, token_id: int) -> bool:
         """Take a token; False where the grammar does not allow it, and then for good."""
-        return self.ll.consume_token(token_id)
+        if self.ll.consume_token(token_id):
+            return True
+        if is_too_complex(self.ll):
+            self.failure = f"the grammar cannot be followed, {no_next_token(self.ll)}"
+        return False
 
     def known(self, token_ids: Sequence[int], budget: int) -> tuple[np.ndarray | None, int]:
         """The tokens that may come next, where they need not be computed, and where the answer is.

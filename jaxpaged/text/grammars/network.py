@@ -5,6 +5,7 @@ comes back, so that recursion needs no more than a stack of states to come back 
 """
 
 import time
+from collections.abc import Set
 
 from jaxpaged.errors import RequestError
 from jaxpaged.text.grammars.expressions import (
@@ -122,10 +123,28 @@ class Network:
         return start
 
     def _add_choice(self, options: tuple[Expression, ...], start: int) -> int:
-        end = self._state()
+        end, texts = self._state(), set[str]()
         for option in options:
-            self.empty[self._add(option, self._leave(start))].append(end)
+            text = _text_of(option)
+            if text is not None:
+                texts.add(text)
+            else:
+                self.empty[self._add(option, self._leave(start))].append(end)
+        if texts:
+            self._add_texts(texts, self._leave(start), end)
         return end
+
+    def _add_texts(self, texts: Set[str], start: int, end: int) -> None:
+        """Draw texts of which an answer is one; what they begin with alike is shared."""
+        after: dict[tuple[int, int], int] = {}
+        for text in sorted(texts):
+            state = start
+            for byte in text.encode():
+                if (state, byte) not in after:
+                    after[state, byte] = self._state()
+                    self.arrows[state].append((byte, byte, after[state, byte]))
+                state = after[state, byte]
+            self.empty[state].append(end)
 
     def _add_chars(self, ranges: tuple[tuple[int, int], ...], start: int) -> int:
         end = self._state()
@@ -219,3 +238,18 @@ class Network:
             seen.update(new)
             waiting += new
         return False
+
+
+def _text_of(expression: Expression) -> str | None:
+    """The one text that fits; None where it is not known, or there are others."""
+    match expression:
+        case Text(value):
+            return value
+        case Unit(part):
+            return _text_of(part)
+        case Concat(parts):
+            texts = [_text_of(part) for part in parts]
+            known = [text for text in texts if text is not None]
+            return "".join(known) if len(known) == len(texts) else None
+        case _:
+            return None
