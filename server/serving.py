@@ -48,8 +48,9 @@ async def serve(
         (at_once if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+            loop.add_signal_handler(number, on_signal)
     if settings.warmup_file is not None:
         await warm_up(state.engine, settings.warmup_file)
     certificates = settings.certificates

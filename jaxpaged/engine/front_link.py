@@ -168,7 +168,7 @@ def serve_front[T: Closable](
 
 def _follow_the_front() -> None:
     """End with the front and not before it: signals are its to act on."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if sys.platform == "linux":

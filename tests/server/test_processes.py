@@ -35,6 +35,7 @@ class Server:
             [sys.executable, "-c", SERVE.format(worker), model, *settings, *flags],
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         self.said: list[str] = []
         assert self.process.stderr is not None
@@ -106,11 +107,12 @@ def serve(tmp_path: Path):
         server.close()
 
 
-def test_a_signal_lets_eight_streams_finish_and_ends_with_0(serve):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_its_processes_lets_eight_streams_finish_and_ends_with_0(serve, number):
     server = serve(step_s=0.005)
     threads, answers = server.streams(8)
     time.sleep(0.5)
-    server.process.send_signal(signal.SIGTERM)
+    os.killpg(server.process.pid, number)  # as a terminal does
     for thread in threads:
         thread.join(30)
     assert len(answers) == 8

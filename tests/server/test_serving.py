@@ -65,7 +65,7 @@ async def life(tmp_path: Path):
         await session.close()
     for llm in llms:
         assert close_engine(llm)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
@@ -136,6 +136,19 @@ async def test_a_second_signal_ends_it_at_once(life):
     os.kill(os.getpid(), signal.SIGINT)
     assert "shut down" in (await stream).events[-1]["error"]["message"]
     assert await asyncio.wait_for(task, 5) == EXIT_DONE
+
+
+async def test_a_hangup_that_is_ignored_stays_so(life):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running, task = await life()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert len("".join((await running.post(STREAM)).texts)) == 80
+        assert (await running.get("/health")).status == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, 5) == EXIT_DONE
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_an_idle_server_ends_at_once(life):
