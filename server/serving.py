@@ -42,15 +42,7 @@ async def serve(
         ConfigError: another process has begun to listen on an address meanwhile.
     """
     state = app[SERVER]
-    stop, at_once = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (at_once if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
-            loop.add_signal_handler(number, on_signal)
+    stop, at_once = _signals()
     if settings.warmup_file is not None:
         await warm_up(state.engine, settings.warmup_file)
     certificates = settings.certificates
@@ -82,6 +74,20 @@ async def serve(
     if metrics is not None:
         await metrics.close()
     return code
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events that the first and the second signal to end set."""
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (at_once if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+            loop.add_signal_handler(number, on_signal)
+    return stop, at_once
 
 
 async def _serve_metrics(state: ServerState, listening: socket.socket | None) -> Listener | None:
