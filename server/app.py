@@ -82,6 +82,7 @@ def create_app(
             body = response.body = error_body(response)
             response.content_type = "application/json"
             response.headers["Content-Length"] = str(len(body))
+            response.force_close()  # no more of these may lie ready, see `Connections.arrived`
         response.headers.update(app[SERVER].rates.headers(*payer_of(request)))
         response.headers.update(origins.headers(request))
         given = request.headers.get("X-Request-Id")
@@ -181,7 +182,7 @@ def _add_sagemaker_routes(router: web.UrlDispatcher | _Prefixed) -> None:
 @web.middleware
 async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
     state = request.app[SERVER]
-    state.connections.arrived(request.protocol)
+    await state.connections.arrived(request.protocol)
     start, response = time.monotonic(), None
     try:
         response = await handler(request)

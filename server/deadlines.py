@@ -23,6 +23,7 @@ class Connections:
         self._joining: dict[TimedConnection, asyncio.Task[object]] = {}  # longest first
         self._timers: dict[RequestHandler, asyncio.TimerHandle] = {}
         self._working: set[RequestHandler] = set()
+        self._followed: set[RequestHandler] = set()  # answered one since bytes came last
         self._resting: dict[RequestHandler, None] = {}  # longest first
 
     def accepted(self, connection: "TimedConnection", joining: asyncio.Task[object]) -> None:
@@ -54,8 +55,19 @@ class Connections:
             loop = asyncio.get_running_loop()
             self._timers[protocol] = loop.call_later(self.head_s, self._cut, protocol)
 
-    def arrived(self, protocol: RequestHandler) -> None:
-        """The head is whole, and its request is being answered."""
+    def received(self, protocol: RequestHandler) -> None:
+        """Bytes came."""
+        self._followed.discard(protocol)
+        self.expect(protocol)
+
+    async def arrived(self, protocol: RequestHandler) -> None:
+        """The head is whole, and its request is being answered.
+
+        One that lay ready behind another waits a pass of the event loop: thousands that are sent
+        at once would be answered in one pass otherwise, in which nobody else is.
+        """
+        if protocol in self._followed:
+            await asyncio.sleep(0)
         self._working.add(protocol)
         self._resting.pop(protocol, None)
         self._forget_timer(protocol)
@@ -64,10 +76,12 @@ class Connections:
         """Whatever comes now is the next head; until then the connection may rest."""
         self._working.discard(protocol)
         if protocol.transport is not None:
+            self._followed.add(protocol)
             self._resting[protocol] = None
 
     def closed(self, protocol: RequestHandler) -> None:
         self._num_open -= 1
+        self._followed.discard(protocol)
         self._resting.pop(protocol, None)
         self._forget_timer(protocol)
 
@@ -103,7 +117,7 @@ class TimedConnection(asyncio.Protocol):
         self._connections.expect(self._inner)
 
     def data_received(self, data: bytes) -> None:
-        self._connections.expect(self._inner)
+        self._connections.received(self._inner)
         self._inner.data_received(data)
 
     def eof_received(self) -> None:

@@ -162,6 +162,25 @@ async def test_pipelined_requests_are_all_answered_in_order(server):
     writer.close()
 
 
+async def test_between_pipelined_requests_others_have_their_turn(server):
+    reader, writer = await connect(server)
+    count, num_passes = 300, 0
+    writer.write(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n" * count)
+
+    async def keep_counting() -> None:
+        nonlocal num_passes
+        while True:
+            num_passes += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(keep_counting())
+    for _ in range(count):
+        await reader.readuntil(b"}}")
+    counting.cancel()
+    assert num_passes >= count
+    writer.close()
+
+
 @pytest.mark.parametrize("size", [1, 50_000])
 async def test_a_bomb_of_chunks_is_refused_before_it_is_all_read(start, size):
     server = await start(limits=ServerLimits(max_request_bytes=30_000))
