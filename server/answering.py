@@ -98,6 +98,8 @@ class _Chunks:
 
     def _event(self, number: int, output: RequestOutput, part: CompletionOutput) -> bytes:
         self._usage.completion_tokens += len(part.token_ids)
+        if part.finish_reason is not None:
+            self._job.note_times(output.times)
         index = self._job.index(number, part.index)
         chunk = self._form.chunk(index, output, part)
         is_first = not self._opened  # of all: what is told of the prompt goes with it

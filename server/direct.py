@@ -82,6 +82,7 @@ class DirectStream:
         if event.finish_reason is None:
             return data + self._writer.text(index, event.text)
         self._num_open -= 1
+        self._job.note_times(event.times)
         if not self._num_open:
             self.woken.set()
         if event.finish_reason == "error":

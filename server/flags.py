@@ -203,6 +203,12 @@ def _add_batches(parser: argparse.ArgumentParser) -> None:
 def _add_answers(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answers")
     _add_switch(group, "--enable-force-include-usage", "usage at the end of every stream")
+    _add_switch(
+        group,
+        "--enable-per-request-metrics",
+        "metrics in answers: their times, and tokens a second (default: on)",
+        True,
+    )
     group.add_argument(
         "--stream-interval",
         type=whole_number,

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from jaxpaged import __version__
 from jaxpaged.anthropic.schema import CountRequest, MessagesRequest
-from jaxpaged.openai.chunks import encode
+from jaxpaged.openai.chunks import AnswerMetrics, encode
 from jaxpaged.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxpaged.openai.responses.schema import ResponsesRequest
 from jaxpaged.openai.schema import (
@@ -45,6 +45,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "count_tokens": CountRequest,
     "batches": BatchRequest,
 }
+TIMED = ("completions", "chat_completions", "responses")
 INVOKED = {name for name, _ in HANDLERS.values()}
 FORMS: dict[str, dict[str, Any]] = {
     "files": {
@@ -74,6 +75,14 @@ ERROR = {
 }
 
 
+class TimedAnswer(msgspec.Struct):
+    """An answer, of whose many fields this one is not OpenAI's. It is null with several answers,
+    and absent with --no-enable-per-request-metrics.
+    """
+
+    metrics: AnswerMetrics | None = None
+
+
 async def openapi(request: web.Request) -> web.Response:
     document = _document(request.app, request.app[SERVER].limits.root_path)
     return web.Response(body=document, content_type="application/json")
@@ -81,8 +90,8 @@ async def openapi(request: web.Request) -> web.Response:
 
 @cache
 def _document(app: web.Application, root_path: str) -> bytes:
-    schemas, components = msgspec.json.schema_components(
-        BODIES.values(), ref_template="#/components/schemas/{name}"
+    (answer, *schemas), components = msgspec.json.schema_components(
+        (TimedAnswer, *BODIES.values()), ref_template="#/components/schemas/{name}"
     )
     body_of = dict(zip(BODIES, schemas, strict=True))
     body_of["invocations"] = {"anyOf": [body_of[name] for name in sorted(INVOKED)]}
@@ -93,6 +102,8 @@ def _document(app: web.Application, root_path: str) -> bytes:
         if resource is None or name is None or name.endswith(".root") or route.method == "HEAD":
             continue
         operation = _operation(name, body_of.get(name) if route.method == "POST" else None)
+        if name in TIMED and route.method == "POST":
+            operation["responses"]["200"]["content"] = {"application/json": {"schema": answer}}
         if name in FORMS and route.method == "POST":
             content = {"multipart/form-data": {"schema": FORMS[name]}}
             operation["requestBody"] = {"required": True, "content": content}

@@ -93,6 +93,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         stream_interval=args.stream_interval,
         sse_keep_alive_s=args.sse_keep_alive_interval,
         forces_usage=args.enable_force_include_usage,
+        tells_times=args.enable_per_request_metrics,
         names_requests=args.enable_request_id_headers,
         batch_dir=args.batch_dir,
         max_batch_file_bytes=args.max_batch_file_bytes,

@@ -51,6 +51,7 @@ class ServerLimits:
     unlogged_paths: frozenset[str] = UNLOGGED_PATHS
     warm_prefix_share: float = 0.25  # of the pages that may be pinned, for one key but an admin's
     forces_usage: bool = False  # at the end of every stream
+    tells_times: bool = True  # as `metrics` of answers
     names_requests: bool = False  # X-Request-Id also where the client sent none
     batch_dir: str | None = None
     max_batch_file_bytes: int = 200 * 2**20
@@ -102,7 +103,7 @@ class ServerState:
         self.rates.admit(*payer)
         self.num_working += 1
         self._idle.clear()
-        usage = request[USAGE] = Usage()
+        usage = request[USAGE] = Usage(tells_times=self.limits.tells_times)
         try:
             yield usage
         finally:

@@ -81,6 +81,14 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
+class AnswerTimes(NamedTuple):
+    """How long the parts of an answer took, in seconds; None for one that it did not come to."""
+
+    queue_s: float | None  # from arrival to the first step
+    prefill_s: float | None  # from there to the first token
+    decode_s: float | None  # from the first token to the last
+
+
 class TokenEvent(NamedTuple):
     """What one step added to one sequence of a request. A tuple: one is made for every token."""
 
@@ -95,3 +103,4 @@ class TokenEvent(NamedTuple):
     num_cached_tokens: int
     cumulative_logprob: float
     error: str | None = None
+    times: AnswerTimes | None = None  # with the last event of an answer

@@ -67,6 +67,7 @@ class Assembler:
         metrics.last_token_time = now
         if event.finish_reason is not None:
             self._num_open -= 1
+            metrics.times = event.times
         if event.num_cached_tokens > self._num_cached_tokens:
             self._num_cached_tokens = event.num_cached_tokens
         if event.error:

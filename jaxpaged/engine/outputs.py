@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxpaged.core.request import AnswerTimes
+
 
 class Logprob(NamedTuple):
     """One token's log-probability at one place, its rank from 1, and its text.
@@ -39,6 +41,7 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
+    times: AnswerTimes | None = None  # as the engine measured them, of the answer that ended last
 
 
 @dataclass
@@ -54,3 +57,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, repr=False)
     error: str | None = None  # why the engine gave the request up
+
+    @property
+    def times(self) -> AnswerTimes | None:
+        """Of the answer that ended last, as the engine measured them."""
+        return None if self.metrics is None else self.metrics.times

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxpaged.core.params import OutputKind
 from jaxpaged.core.plan import PlannedRow
 from jaxpaged.core.repetition import RepetitionWatch
-from jaxpaged.core.request import TokenEvent, TokenLogprobs
+from jaxpaged.core.request import AnswerTimes, TokenEvent, TokenLogprobs
 from jaxpaged.core.sequence import SeqState, Sequence
 from jaxpaged.engine.runner import StepResult
 from jaxpaged.metrics import FinishedSequence
@@ -149,13 +149,22 @@ class Stream:
             seq.num_cached_tokens,
             self.cumulative_logprob,
             error,
+            None if seq.finish_reason is None else self.times(),
+        )
+
+    def times(self) -> AnswerTimes:
+        """How long its parts took, up to the last token that was read."""
+        seq, last = self.seq, self.last_token_time
+        start, first = seq.first_scheduled_time, seq.first_token_time
+        return AnswerTimes(
+            None if start is None else start - seq.request.arrival_time,
+            None if start is None or first is None else first - start,
+            None if first is None or last is None else last - first,
         )
 
     def life(self) -> FinishedSequence:
         """The sequence's whole life, for the metrics."""
-        seq, now = self.seq, time.monotonic()
-        start, first = seq.first_scheduled_time, seq.first_token_time
-        arrival = seq.request.arrival_time
+        seq, times = self.seq, self.times()
         return FinishedSequence(
             reason=seq.finish_reason or "abort",
             num_prompt_tokens=seq.num_prompt_tokens,
@@ -164,10 +173,10 @@ class Stream:
             num_preemptions=seq.num_preemptions,
             num_output_tokens=len(seq.output_token_ids),
             max_tokens=seq.request.max_tokens,
-            e2e_s=now - arrival,
-            queue_s=None if start is None else start - arrival,
-            prefill_s=None if start is None or first is None else first - start,
-            decode_s=None if first is None else now - first,
+            e2e_s=time.monotonic() - seq.request.arrival_time,
+            queue_s=times.queue_s,
+            prefill_s=times.prefill_s,
+            decode_s=times.decode_s,
         )
 
 

@@ -48,13 +48,13 @@ async def whole_answer(job: Job, engine: ServedEngine) -> dict[str, Any]:
             check_output(output)
             usage.add_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
             usage.completion_tokens += sum(len(part.token_ids) for part in output.outputs)
+            job.note_times(output.times)
             written = await off_the_loop(output, partial(_written, job, number, output))
             choices |= written[0]
             of_prompt |= written[1]
     fields = job.envelope.fields(job.form.kind)
     fields["choices"] = [choices[index] for index in sorted(choices)]
-    fields["usage"] = usage.fields()
-    fields |= of_prompt
+    fields |= {"usage": usage.fields()} | usage.metrics() | of_prompt
     if job.params.explain:
         fields["explain"] = [await engine.explanation(name) for name in job.request_ids]
     return fields

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.core.request import AnswerTimes
+
 encode = msgspec.json.Encoder().encode
 
 COMPLETION, CHAT = "text_completion", "chat.completion"
@@ -36,13 +38,39 @@ class Envelope:
         }
 
 
+class AnswerMetrics(msgspec.Struct):
+    """Times of an answer, in milliseconds, under vLLM's names. null is what it did not come to."""
+
+    time_to_first_token_ms: float | None  # from its first step
+    queue_time_ms: float | None  # from arrival to its first step
+    generation_time_ms: float | None  # from its first token to its last
+    mean_itl_ms: float | None  # between two tokens
+    tokens_per_second: float | None  # from its first step to its last token
+
+    @classmethod
+    def of(cls, times: AnswerTimes, num_tokens: int) -> "AnswerMetrics":
+        queue_s, prefill_s, decode_s = times
+        between_s = rate = None
+        if prefill_s is not None and decode_s is not None:
+            busy_s = prefill_s + decode_s
+            between_s = decode_s / (num_tokens - 1) if num_tokens > 1 else None
+            rate = round(num_tokens / busy_s, 3) if busy_s else None
+        return cls(_ms(prefill_s), _ms(queue_s), _ms(decode_s), _ms(between_s), rate)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)
+
+
 @dataclass
 class Usage:
-    """Tokens of one HTTP request, over all its prompts and answers."""
+    """Tokens of one HTTP request, over all its prompts and answers; and the times of one answer."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    tells_times: bool = False  # as `metrics` of the answer
+    times: AnswerTimes | None = None  # where there is but one answer, and it has ended
 
     def add_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
         self.prompt_tokens += num_tokens
@@ -59,6 +87,13 @@ class Usage:
             "total_tokens": self.total_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    def metrics(self) -> dict[str, AnswerMetrics | None]:
+        """The field `metrics`, null where there are several answers; nothing where not wanted."""
+        if not self.tells_times:
+            return {}
+        times = self.times
+        return {"metrics": times and AnswerMetrics.of(times, self.completion_tokens)}
 
 
 class ChunkWriter:
@@ -100,7 +135,8 @@ class ChunkWriter:
         return self._head + encode(choices)[1:-1] + tail
 
     def last(self, usage: Usage) -> bytes:
-        """The chunk of usage alone, or nothing where it was not asked for."""
+        """The chunk of usage and metrics alone, or nothing where it was not asked for."""
         if not self._with_usage:
             return b""
-        return self._head + b'],"usage":' + encode(usage.fields()) + b"}\n\n"
+        fields = {"usage": usage.fields()} | usage.metrics()
+        return self._head + b"]," + encode(fields)[1:] + b"\n\n"

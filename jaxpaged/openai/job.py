@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from jaxpaged.core.beams import BeamSearchParams
 from jaxpaged.core.params import SamplingParams
+from jaxpaged.core.request import AnswerTimes
 from jaxpaged.engine.outputs import CompletionOutput, RequestOutput
 from jaxpaged.openai.chunks import ChunkWriter, Envelope, Usage
 from jaxpaged.openai.schema import SamplingFields
@@ -65,6 +66,11 @@ class Job:
         """Usage is wanted in every chunk."""
         options = self.body.stream_options
         return bool(options and options.include_usage and options.continuous_usage_stats)
+
+    def note_times(self, times: AnswerTimes | None) -> None:
+        """Keep the times of the answer that has ended, where it is the only one."""
+        if len(self.prompts) * self.params.n == 1:
+            self.usage.times = times
 
     def index(self, number: int, choice: int) -> int:
         """An answer's place among those of all prompts."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -101,6 +102,25 @@ async def test_the_successor_model_counts_up(serve):
     stream = await server.post({"prompt": "ABC", "max_tokens": 5} | WITH_USAGE)
     assert "".join(stream.texts) == "DEFGH"
     assert stream.events[-1]["usage"]["completion_tokens"] == 5
+
+
+async def test_an_answers_times_add_up(serve):
+    server = await serve("S")
+    body = {"prompt": "ABC", "max_tokens": 9, "ignore_eos": True}
+    begun = time.monotonic()
+    told = [(await server.post(body)).body, (await server.post(body | WITH_USAGE)).events[-1]]
+    most_ms = 1000 * (time.monotonic() - begun)
+    for times in (answer["metrics"] for answer in told):
+        busy_ms = times["time_to_first_token_ms"] + times["generation_time_ms"]
+        assert 0 <= times["queue_time_ms"] < most_ms - busy_ms
+        assert 0 < busy_ms < most_ms
+        assert times["mean_itl_ms"] == pytest.approx(times["generation_time_ms"] / 8, abs=0.01)
+        assert times["tokens_per_second"] == pytest.approx(9000 / busy_ms, rel=0.01)
+    stopped = (await server.post(body | {"stop": ["F"]})).body
+    assert stopped["usage"]["completion_tokens"] == 3
+    between_ms = stopped["metrics"]["generation_time_ms"] / 2
+    assert stopped["metrics"]["mean_itl_ms"] == pytest.approx(between_ms, abs=0.01)
+    assert (await server.post(body | {"n": 2})).body["metrics"] is None
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpaged.config.architecture import LayerKind, ModelConfig, RopeConfig
 from jaxpaged.config.settings import EngineConfig, ModelSettings, SchedulerSettings
-from jaxpaged.core.request import Request, TokenEvent, TokenLogprobs
+from jaxpaged.core.request import AnswerTimes, Request, TokenEvent, TokenLogprobs
 from jaxpaged.engine.async_engine import AsyncLLM
 from jaxpaged.engine.capacity import plan_memory
 from jaxpaged.engine.factory import EngineParts
@@ -39,6 +39,13 @@ from jaxpaged.text.tokenizer import load_tokenizer
 from tests.support.models import EMOJI_RING, EOS, VOCAB, byte_ids, write_tokenizer
 
 NEXT, AFTER_NEXT, REST = -0.661, -1.661, -7.459
+
+
+def times_of(num_tokens: int) -> AnswerTimes:
+    """What every answer of the fake engine is told to have taken: 2 ms, 40 ms, 10 ms a token."""
+    if not num_tokens:
+        return AnswerTimes(0.002, None, None)
+    return AnswerTimes(0.002, 0.04, 0.01 * (num_tokens - 1))
 
 
 @dataclass(eq=False)
@@ -211,6 +218,7 @@ class FakeEngine:
             stop_reason=None,
             num_cached_tokens=0,
             cumulative_logprob=NEXT * answer.num_new,
+            times=None if reason is None else times_of(answer.num_new),
         )
 
     def publish_load(self) -> None:

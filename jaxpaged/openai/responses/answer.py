@@ -51,12 +51,13 @@ class ResponseAnswer:
         self._num_reasoning_tokens += self._num_thoughts(pieces, part)
         if not ends:
             return events
+        self._usage.times = output.times
         if part.finish_reason == "abort":
             return events + self.cancel()
         is_cut = part.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         events += self._close(status)
-        self.fields["status"], self.fields["usage"] = status, self._usage_fields()
+        self._has_ended(status)
         if is_cut:
             self.fields["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*events, self._response(f"response.{status}")]
@@ -71,7 +72,7 @@ class ResponseAnswer:
     def cancel(self) -> list[Fields]:
         """The events of a response that was ended; no event has its name, this one ends streams."""
         events = self._close("incomplete")
-        self.fields["status"], self.fields["usage"] = "cancelled", self._usage_fields()
+        self._has_ended("cancelled")
         return [*events, self._response("response.incomplete")]
 
     def _num_thoughts(self, pieces: list[AnswerPart], part: CompletionOutput) -> int:
@@ -165,15 +166,16 @@ class ResponseAnswer:
         self._num_events += 1
         return {"type": name, "sequence_number": self._num_events - 1}
 
-    def _usage_fields(self) -> Fields:
+    def _has_ended(self, status: str) -> None:
         usage = self._usage
-        return {
+        told = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
+        self.fields |= {"status": status, "usage": told} | usage.metrics()
 
 
 def _new_item(piece: AnswerPart) -> Fields:
