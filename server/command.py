@@ -88,6 +88,9 @@ async def _serve(
             engine = await _start(config, settings, worker)
             engines.append(engine)
         engine.fingerprint = system_fingerprint(config, *settings.fingerprint)
+        engine.named_model = config.model.model
+        if pooling is not None:
+            pooling.named_model = (settings.embedding or config).model.model
         app = create_app(
             engine, settings.api_keys, settings.limits, store, pooling, settings.middlewares
         )

@@ -27,7 +27,7 @@ def _model(server: ServerState, name: str) -> dict[str, object]:
         "object": "model",
         "created": STARTED,
         "owned_by": "jaxpaged",
-        "root": engine.served_model_names[0],
+        "root": engine.named_model or engine.config.model.model,
         "parent": None,
         "max_model_len": engine.max_model_len,
     }

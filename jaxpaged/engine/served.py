@@ -42,6 +42,7 @@ class ServedEngine(ABC):
     All of it is used in one event loop.
     """
 
+    named_model = ""  # as the operator named it, before it was looked for
     fingerprint: str | None = None  # told in answers, see `server/fingerprint.py`
 
     def __init__(self, inputs: InputProcessor, template: ChatTemplate | None, sinks: Sinks):

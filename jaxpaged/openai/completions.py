@@ -1,5 +1,6 @@
 """/v1/completions: a body to a job, and how its answers are written."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from jaxpaged.openai.chunks import COMPLETION, Envelope, Usage
 from jaxpaged.openai.job import Job
 from jaxpaged.openai.logprobs import CompletionLogprobs, PromptScores, TokenLabels
 from jaxpaged.openai.params import beam_params, check_logprobs, completion_params, salt_of
-from jaxpaged.openai.prompts import completion_prompts
+from jaxpaged.openai.prompts import Prompt, completion_prompts
 from jaxpaged.openai.schema import CompletionRequest, decode_body
 from jaxpaged.openai.truncation import truncated
 
@@ -37,6 +38,8 @@ async def completion_job(
     prompts = completion_prompts(
         body.prompt, params.n, engine, params.max_tokens, may_be_long=may_be_long
     )
+    if body.add_special_tokens is False:
+        prompts = [await _bare(prompt, engine) for prompt in prompts]
     if may_be_long:
         prompts = [await truncated(body, prompt, params.max_tokens, engine) for prompt in prompts]
     form = CompletionForm(body, params, engine)
@@ -44,6 +47,14 @@ async def completion_job(
     beams = beam_params(body, params, engine.max_model_len)
     envelope = Envelope.new("cmpl", model, engine.fingerprint)
     return Job(body, prompts, params, envelope, form, salt, key_id, usage, beams)
+
+
+async def _bare(prompt: Prompt, engine: ServedEngine) -> Any:
+    """A text's tokens without those that the tokenizer would put round it; ids stay as they are."""
+    if not isinstance(prompt, str):
+        return prompt
+    ids = await asyncio.to_thread(engine.tokenizer.encode, prompt, False)
+    return {"prompt": prompt, "prompt_token_ids": ids}
 
 
 class CompletionForm:

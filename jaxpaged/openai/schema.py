@@ -88,6 +88,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: Any = None  # text, token ids, or a list of either; looked at by `prompts.py`
+    add_special_tokens: bool | None = None  # round a prompt that is text, as the tokenizer does
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None

@@ -258,3 +258,17 @@ async def test_prompt_and_answer_must_fit_the_context(start):
             assert str(length) in reply.error["message"]
             assert "256" in reply.error["message"]
     assert statuses == {(256, 1): 400, (255, 1): 200, (255, 2): 400, (256, 0): 200}
+
+
+@pytest.mark.parametrize(("more", "num"), [({}, 4), ({"add_special_tokens": False}, 3)])
+async def test_a_completion_may_have_no_special_tokens_round_its_prompt(start, more, num):
+    server = await start(adds_bos=True)
+    for prompt in ("ABC", ["ABC"]):
+        reply = await server.post({"prompt": prompt, "max_tokens": 2, "echo": True} | more)
+        assert (reply.text, reply.body["usage"]["prompt_tokens"]) == ("ABCDE", num)
+    ids = await server.post({"prompt": [65, 66], "max_tokens": 1} | more)
+    assert ids.body["usage"]["prompt_tokens"] == 2
+    cut = await server.post({"prompt": "ABC", "max_tokens": 1, "truncate_prompt_tokens": 2} | more)
+    assert cut.body["usage"]["prompt_tokens"] == 2
+    empty = await server.post({"prompt": "", "max_tokens": 1} | more)
+    assert empty.status == (400 if more else 200)

@@ -204,6 +204,9 @@ async def test_models_tell_names_and_context(start):
     assert (await server.get("/v1/models/org/second")).body["id"] == "org/second"
     reply = await server.post({"prompt": "ABC", "max_tokens": 1, "model": "org/second"})
     assert reply.body["model"] == "org/second"
+    server.llm.named_model = "org/of-the-hub"
+    roots = [model["root"] for model in (await server.get("/v1/models")).body["data"]]
+    assert roots == ["org/of-the-hub"] * 2
 
 
 async def test_version_ping_and_load(server):

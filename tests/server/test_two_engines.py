@@ -39,6 +39,7 @@ def test_both_answer_at_the_same_time_and_a_signal_lets_both_finish(both):
     listed = json.loads(both.send("GET", "/v1/models")[1])["data"]
     assert [model["max_model_len"] for model in listed] == [2048, 32]
     assert listed[1]["id"] == "tiny-bert"
+    assert all(Path(model["root"]).is_dir() for model in listed)
     [alone] = embed(both, {"input": "a b c"})[1]["data"]
     threads, answers = both.streams(4)
     num_embedded = 0

@@ -15,6 +15,7 @@ from jaxpaged.text.tokenizer import Tokenizer
 class ServedPooling(ABC):
     """`AsyncPooling` in a thread or `RemotePooling` in a process. Used in one event loop."""
 
+    named_model = ""  # as the operator named it, before it was looked for
     device_share = 0.0  # of a GPU's memory, that an engine in another process must leave to it
 
     def __init__(self, inputs: PoolingInputs, config: EngineConfig):
