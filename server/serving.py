@@ -153,7 +153,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         listening.bind(address)
     except OSError as error:
         listening.close()
-        raise ConfigError(f"{where} cannot be listened on: {error.strerror}") from None
+        raise ConfigError(f"{where} cannot be listened on: {error.strerror or error}") from None
     return listening
 
 

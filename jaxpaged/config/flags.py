@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, Union, cast, get_args, get_origin, get_type_hints
@@ -17,6 +18,13 @@ KEYWORD_ALIASES = {"block_size": "page_size", "kv_offloading_size": "swap_space"
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, but a mistake is one line with the nearest known flag, and exit code 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore
+        """As argparse's; bytes that are no text are refused here: no file format can hold them."""
+        for word in sys.argv[1:] if args is None else args:
+            if not word.isascii() and any("\ud800" <= char <= "\udfff" for char in word):
+                self.error(f"{word!r} is no UTF-8: rename it, or set LC_ALL=C.UTF-8")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: ") and message.split()[2][0] != "-":

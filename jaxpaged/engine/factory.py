@@ -1,7 +1,6 @@
 """Puts an engine together from its configuration, and says how long each part took."""
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxpaged.config.architecture import ModelConfig
+from jaxpaged.config.files import read_object
 from jaxpaged.config.settings import EngineConfig
 from jaxpaged.core.batch_builder import BatchBuilder
 from jaxpaged.core.buckets import BucketLadder
@@ -227,7 +227,7 @@ def default_sampling_params(path: Path, config: EngineConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     file = path / "generation_config.json"
     if config.model.generation_config == "auto" and file.is_file():
-        given = json.loads(file.read_text(encoding="utf-8"))
+        given = read_object(file)
         found = {key: given[key] for key in SAMPLING_KEYS if given.get(key) is not None}
         if given.get("max_new_tokens"):
             found["max_tokens"] = given["max_new_tokens"]

@@ -141,4 +141,6 @@ def template_for(settings: ModelSettings, tokenizer: Tokenizer) -> ChatTemplate 
         raise ConfigError(
             f"chat_template {settings.chat_template} cannot be read: {error.strerror}"
         ) from error
+    except ValueError:
+        raise ConfigError(f"chat_template {settings.chat_template} is no UTF-8") from None
     return ChatTemplate(source, tokenizer.special_tokens, content=form)

@@ -122,7 +122,7 @@ class Refusal(msgspec.Struct, tag="refusal"):
         kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "stopped")
         return cls(
             kind,
-            str(error),
+            str(error).encode(errors="backslashreplace").decode(),  # half pairs do not travel
             call_id,
             request_id,
             getattr(error, "param", None),

@@ -1,6 +1,5 @@
 """Where a model keeps its tokenizer: a Hugging Face directory, or the metadata of a GGUF file."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
+from jaxpaged.config.files import read_object, read_text
 from jaxpaged.errors import ConfigError
 from jaxpaged.text.gguf_metadata import read_gguf_metadata
 from jaxpaged.text.gguf_vocabulary import build_vocabulary
@@ -60,8 +60,9 @@ def load(
 def _raw_from_directory(path: Path) -> RawTokenizer:
     file = path / "tokenizer.json"
     if file.exists():
+        text = read_text(file)
         try:
-            return RawTokenizer.from_file(str(file))
+            return RawTokenizer.from_str(text)
         except Exception as error:  # the library raises this bare type
             raise ConfigError(f"tokenizer.json cannot be read: {error}") from None
     if not any((path / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
@@ -89,26 +90,13 @@ def _raw_from_transformers(path: Path) -> RawTokenizer:
     return raw
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where the file is missing."""
-    if not file.exists():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file.name} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file.name} holds a {type(content).__name__}, not an object")
-    return content
-
-
 def _info_from_directory(path: Path, raw: RawTokenizer) -> TokenizerInfo:
-    config = read_json(path / "tokenizer_config.json")
-    special = read_json(path / "special_tokens_map.json") | config
+    config = read_object(path / "tokenizer_config.json")
+    special = read_object(path / "special_tokens_map.json") | config
     names = {name: text for name in SPECIAL_NAMES if (text := _token_text(special.get(name)))}
     ids = {name: raw.token_to_id(text) for name, text in names.items()}
-    generation = read_json(path / "generation_config.json")
-    model = read_json(path / "config.json")
+    generation = read_object(path / "generation_config.json")
+    model = read_object(path / "config.json")
     ends = _ids(generation.get("eos_token_id", model.get("eos_token_id")))
     ends |= _ids(ids.get("eos_token"))
     bos = ids.get("bos_token")
@@ -151,12 +139,18 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(found, str):
         templates["default"] = found
     elif isinstance(found, list):
-        templates = {
-            entry["name"]: entry["template"] for entry in found if isinstance(entry, Mapping)
-        }
+        for entry in found:
+            named = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else ()
+            match named:
+                case (str() as name, str() as template):
+                    templates[name] = template
+                case _:
+                    raise ConfigError(
+                        "tokenizer_config.json: a chat_template has no name or no template"
+                    )
     file = path / "chat_template.jinja"
     if file.exists():
-        templates["default"] = file.read_text(encoding="utf-8")
+        templates["default"] = read_text(file)
     return templates
 
 

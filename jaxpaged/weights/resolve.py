@@ -1,6 +1,5 @@
 """From what the operator typed to files on this disk."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, Literal
 
 import huggingface_hub
 
+from jaxpaged.config.files import read_json
 from jaxpaged.errors import ConfigError, WeightsError
 from jaxpaged.weights.manifest import MANIFEST, WEIGHTS
 from jaxpaged.weights.safetensors import INDEX, SINGLE
@@ -65,11 +65,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json, refusing one that needs code of its own."""
     path, label = folder / "config.json", f"config.json of {folder.name}"
     try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(clip(f"{label} cannot be read: {error.strerror}")) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(clip(f"{label} is no valid JSON: {error}")) from error
+        config = read_json(path)
+    except ConfigError as error:
+        raise ConfigError(clip(f"{folder.name}: {error}")) from None
     if not isinstance(config, dict):
         raise ConfigError(clip(f"{label} is no mapping"))
     if config.get("auto_map"):

@@ -211,6 +211,13 @@ def test_errors_keep_their_kind_and_what_they_say(error):
         assert getattr(again, name, None) == getattr(error, name, None)
 
 
+def test_half_of_a_surrogate_pair_in_an_error_is_sent_as_an_escape():
+    (data,) = Frames().feed(frame(Refusal.of(ConfigError("model_type \ud800"), call_id=1)))
+    refusal = to_front.decode(data)
+    assert isinstance(refusal, Refusal)
+    assert str(refusal.error()) == "model_type \\ud800"
+
+
 def test_a_prompt_too_long_names_both_numbers_also_from_afar():
     error = Refusal.of(PromptTooLong(255, 2, 256), call_id=1).error()
     assert "255" in str(error)

@@ -346,6 +346,12 @@ def test_a_metrics_port_in_use_is_found_before_the_model_is_loaded(capsys):
     assert told.count("\n") == 1
 
 
+def test_a_socket_whose_path_is_too_long_is_told_so():
+    settings = ServerSettings("", 0, "/tmp/" + "a" * 200, (), None, ServerLimits(), "info")
+    with pytest.raises(ConfigError, match="cannot be listened on: AF_UNIX path too long"):
+        bind(settings)
+
+
 async def test_of_two_servers_that_start_together_one_is_told_that_the_address_is_taken(tmp_path):
     llm, _ = fake_llm(tmp_path)
     first = ServerSettings("127.0.0.1", 0, None, (), None, ServerLimits(), "info")

@@ -1,6 +1,8 @@
 """Token ids and text, from directories and from GGUF metadata alone."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,43 @@ def test_a_directory_without_a_usable_tokenizer_is_refused(tmp_path, write, name
     write(tmp_path)
     with pytest.raises(ConfigError, match=names):
         load_tokenizer(tmp_path)
+
+
+def _write(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (lambda folder: os.mkfifo(folder / "special_tokens_map.json"), "it is no plain file"),
+        (lambda folder: (folder / "chat_template.jinja").mkdir(), "it is no plain file"),
+        (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be read"),
+        (_write("generation_config.json", "[" * 100_000), "cannot be read: maximum recursion"),
+        (_write("special_tokens_map.json", '{"eos_token": "\\ud800"}'), "cannot be read"),
+        (_write("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}'), "no template"),
+        (_write("tokenizer_config.json", '{"chat_template": [5]}'), "no name"),
+    ],
+)
+def test_files_beside_the_tokenizer_that_nobody_can_read_are_refused(tmp_path, write, names):
+    write_tokenizer(tmp_path)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    write(tmp_path)
+    with pytest.raises(ConfigError, match=names):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_pipe_is_not_waited_for_and_any_name_of_a_folder_does(tmp_path):
+    (tmp_path / "plain").mkdir()
+    write_tokenizer(tmp_path / "plain")
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    (tmp_path / "plain").rename(folder)
+    assert load_tokenizer(folder).encode("AB") == byte_ids("AB")
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(ConfigError, match="it is no plain file"):
+        load_tokenizer(folder)
 
 
 def test_a_path_to_nothing_is_refused():

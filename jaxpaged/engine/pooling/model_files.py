@@ -4,7 +4,6 @@
 the server's front too, which knows no device.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpaged.config.architecture import EncoderConfig, ModelConfig
+from jaxpaged.config.files import read_json, read_object
 from jaxpaged.config.pooling import PoolingKind, PoolingModel
 from jaxpaged.config.settings import ModelSettings
 from jaxpaged.errors import ConfigError
 from jaxpaged.models import bert
 from jaxpaged.models.fields import Fields
 from jaxpaged.models.registry import model_config
-from jaxpaged.text.tokenizer_files import read_json
 from jaxpaged.weights.resolve import KINDS, Checkpoint, find_checkpoint, read_config
 from jaxpaged.weights.source import merged
 
@@ -143,9 +142,9 @@ def _with_modules(model: PoolingModel, path: Path) -> PoolingModel:
         pooling = _pooling(path / str(kinds["Pooling"].get("path", "1_Pooling")))
     if pooling != "last" and not model.is_encoder:
         raise ConfigError(f"{path.name} pools by {pooling}: of a decoder served is the last token")
-    limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
+    limit = read_object(path / "sentence_bert_config.json").get("max_seq_length")
     has_limit = isinstance(limit, int) and 0 < limit < model.max_len
-    prompts = read_json(path / "config_sentence_transformers.json").get("prompts")
+    prompts = read_object(path / "config_sentence_transformers.json").get("prompts")
     return replace(
         model,
         pooling=pooling,
@@ -159,17 +158,14 @@ def _with_modules(model: PoolingModel, path: Path) -> PoolingModel:
 
 
 def _modules(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads((path / MODULES).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{MODULES} of {path.name} cannot be read: {error}") from None
+    content = read_json(path / MODULES)
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
         raise ConfigError(f"{MODULES} of {path.name} is no list of modules")
     return content
 
 
 def _pooling(folder: Path) -> PoolingKind:
-    config = read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     named = config.get("pooling_mode")
     if named is not None:
         found = [named]
