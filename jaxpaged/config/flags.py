@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
 from jaxpaged.config.settings import GROUPS, EngineConfig
+from jaxpaged.config.spellings import KEYWORDS, add_spellings, respelled
 from jaxpaged.errors import ConfigError
 
 # keyword arguments of LLM(...) that have another name than the field
@@ -59,6 +60,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
                 help=(f.metadata["help"] + default).replace("%", "%%"),
                 **options,
             )
+    add_spellings(parser)
 
 
 def config_from_args(args: argparse.Namespace) -> EngineConfig:
@@ -83,10 +85,10 @@ def config_from_keywords(**keywords: Any) -> EngineConfig:
     """
     owners = {f.name: group for group, kind in GROUPS.items() for f in dataclasses.fields(kind)}
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-    for keyword, value in keywords.items():
+    for keyword, value in respelled(keywords).items():
         name = KEYWORD_ALIASES.get(keyword, keyword)
         if name not in owners:
-            near = difflib.get_close_matches(name, [*owners, *KEYWORD_ALIASES], 1)
+            near = difflib.get_close_matches(name, [*owners, *KEYWORD_ALIASES, *KEYWORDS], 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"there is no setting {keyword!r}{hint}")
         if name == "served_model_name" and isinstance(value, str):

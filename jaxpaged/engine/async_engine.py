@@ -41,6 +41,8 @@ class AsyncLLM(ServedEngine):
         self._arriving: dict[str, int] = {}  # prompt tokens by request, until the engine has them
         self._asked: set[asyncio.Future[Any]] = set()  # controls that wait for their answer
         self._control = EngineControl(parts)
+        for state, is_in_it in self._control.sleep_states().items():
+            self.metrics.ask("engine_sleep_state", "1 of the state", is_in_it, sleep_state=state)
         # where set, is told a step's events by the engine's thread, instead of the requests' sinks
         self.on_events: Callable[[list[TokenEvent]], None] | None = None
         self._thread = EngineThread(

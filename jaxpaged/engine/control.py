@@ -31,6 +31,14 @@ class EngineControl:
     def sleeps(self) -> bool:
         return self._asleep != ""
 
+    def sleep_states(self) -> dict[str, Callable[[], bool]]:
+        """Whether the engine is in each of vLLM's states of sleep, by name; any thread may ask."""
+        return {
+            "awake": lambda: not self.sleeps,
+            "weights_offloaded": lambda: self.sleeps and not isinstance(self._asleep, str),
+            "discard_all": lambda: self.sleeps and isinstance(self._asleep, str),
+        }
+
     def answer(
         self,
         method: str,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -453,13 +454,21 @@ async def test_a_heavy_or_hopeless_grammar_holds_up_nobody(serve):
     assert all(r.status == 200 or r.error["param"] in FIELDS for r in replies)
 
 
+async def _sleep_state(server: Running) -> str:
+    told = (await server.get("/metrics")).raw.decode()
+    (state,) = re.findall(r'^vllm:engine_sleep_state{.*sleep_state="(\w+)".*} 1\.0$', told, re.M)
+    return state
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 async def test_an_engine_that_slept_answers_as_before(serve, level):
     server = await serve("S")
     body = {"prompt": "ABC", "max_tokens": 4}
     assert (await server.post(body)).text == "DEFG"
+    assert await _sleep_state(server) == "awake"
     assert (await server.send("POST", f"/sleep?level={level}")).status == 200
+    assert await _sleep_state(server) == {1: "weights_offloaded", 2: "discard_all"}[level]
     assert (await server.get("/is_sleeping")).body == {"is_sleeping": True}
     assert (await server.post(body)).status == 503
     assert (await server.send("POST", "/wake_up")).status == 200
