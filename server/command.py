@@ -117,7 +117,11 @@ async def _start_pooling(config: EngineConfig, settings: ServerSettings) -> Serv
     if embedding is None:
         return None
     if settings.engine_process:
-        return await RemotePooling.start(embedding, log_level=settings.log_level)
+        return await RemotePooling.start(
+            embedding,
+            log_level=settings.log_level,
+            startup_s=settings.limits.startup_timeout_s,
+        )
     if not share_devices(config, embedding):
         raise ConfigError(
             "--disable-frontend-multiprocessing keeps both models in one process with the same "
@@ -137,13 +141,18 @@ async def _start(config: EngineConfig, settings: ServerSettings, worker: str) ->
                 "--disable-frontend-multiprocessing keeps the engine in the server's process, "
                 "which holds one replica: leave it out, or --data-parallel-size"
             )
-        policy = ReplicaPolicy(settings.limits.watchdog_timeout_s)
+        limits = settings.limits
+        policy = ReplicaPolicy(limits.watchdog_timeout_s, limits.startup_timeout_s)
         return await ReplicaSet.start(
             config, log_level=log_level, show_progress=show_progress, module=worker, policy=policy
         )
     if settings.engine_process:
         return await RemoteLLM.start(
-            config, log_level=log_level, show_progress=show_progress, module=worker
+            config,
+            log_level=log_level,
+            show_progress=show_progress,
+            module=worker,
+            startup_s=settings.limits.startup_timeout_s,
         )
     from jaxpaged.engine.async_engine import AsyncLLM  # brings JAX, which takes seconds
 

@@ -139,6 +139,14 @@ def _add_operations(parser: argparse.ArgumentParser) -> None:
         "(default: twice --stall-timeout)",
     )
     group.add_argument(
+        "--startup-timeout",
+        type=float,
+        default=_LIMITS.startup_timeout_s,
+        metavar="SECONDS",
+        help="for an engine's process to be ready, a replica that is started again too, before "
+        "its stacks are written and it is ended (default: 3600)",
+    )
+    group.add_argument(
         "--warmup-file",
         metavar="FILE",
         help="JSON lines with prompt or messages, answered before the server is ready",

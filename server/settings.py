@@ -81,6 +81,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         shutdown_timeout_s=args.shutdown_timeout,
         stall_timeout_s=args.stall_timeout,
         watchdog_timeout_s=2 * args.stall_timeout if watchdog is None else watchdog,
+        startup_timeout_s=args.startup_timeout,
         requests_per_minute=args.max_requests_per_minute,
         tokens_per_minute=args.max_tokens_per_minute,
         allowed_origins=args.allowed_origins,
@@ -150,7 +151,8 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
     for name in (
-        "shutdown_timeout", "stall_timeout", "watchdog_timeout", "sse_keep_alive_interval",
+        "shutdown_timeout", "stall_timeout", "watchdog_timeout", "startup_timeout",
+        "sse_keep_alive_interval",
     ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1e9:

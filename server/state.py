@@ -41,6 +41,7 @@ class ServerLimits:
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0
     watchdog_timeout_s: float = 120.0
+    startup_timeout_s: float = 3600.0  # for an engine to load its model
     requests_per_minute: int | None = None  # of all clients together
     tokens_per_minute: int | None = None
     allowed_origins: tuple[str, ...] = ()

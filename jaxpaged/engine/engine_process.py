@@ -18,6 +18,7 @@ from jaxpaged.weights.resolve import find_checkpoint
 
 CLOSE_S = 4.0  # for the process to end by itself
 DUMP_S = 0.5  # likewise, for one that hangs: enough to write its stacks
+STARTUP_S = 3600.0  # for a model to be loaded, where the caller says nothing
 
 
 async def with_place(config: EngineConfig) -> EngineConfig:
@@ -46,13 +47,15 @@ class EngineProcess:
 
     @classmethod
     async def open[T](
-        cls, module: str, start: Start, meanwhile: Awaitable[T]
+        cls, module: str, start: Start, meanwhile: Awaitable[T], limit_s: float = STARTUP_S
     ) -> tuple["EngineProcess", T]:
         """Start `python -m module` and wait until its model is loaded, and for `meanwhile`.
 
+        A process that is not ready within `limit_s` writes its stacks to stderr and is ended.
+
         Raises:
             ConfigError, WeightsError: as the loading itself.
-            EngineStopped: the process ended without a word.
+            EngineStopped: the process ended without a word, or was not ready in time.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -64,7 +67,7 @@ class EngineProcess:
         try:
             connection.send(start)
             found = await meanwhile
-            ready = await connection.ready
+            ready = await _within(limit_s, process, connection)
         except BaseException as error:
             connection.ready.add_done_callback(lambda late: late.cancelled() or late.exception())
             if isinstance(error, EngineStopped):  # it is writing why it ends
@@ -110,3 +113,23 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+async def _within(
+    limit_s: float, process: subprocess.Popen[bytes], connection: EngineConnection
+) -> Ready:
+    """What the process says once its model is loaded.
+
+    Raises:
+        EngineStopped: it took too long, and its stacks are in stderr.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            return await asyncio.shield(connection.ready)
+    except TimeoutError:
+        process.send_signal(signal.SIGUSR1)  # works also in a hang of native code
+        await asyncio.sleep(DUMP_S)
+        process.kill()
+        raise EngineStopped(
+            f"the engine's process was not ready within {limit_s:g} s; its stacks are above"
+        ) from None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxpaged.config.settings import EngineConfig, ModelSettings
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.core.request import Pin, Request
-from jaxpaged.engine.engine_process import EngineProcess, with_place
+from jaxpaged.engine.engine_process import STARTUP_S, EngineProcess, with_place
 from jaxpaged.engine.inbox import EventSink
 from jaxpaged.engine.inputs import InputProcessor, Prompt
 from jaxpaged.engine.served import ServedEngine
@@ -78,6 +78,7 @@ class RemoteLLM(ServedEngine):
         log_level: str = "info",
         show_progress: bool = False,
         module: str = WORKER,
+        startup_s: float = STARTUP_S,
     ) -> "RemoteLLM":
         """Start the process and wait until its model is loaded.
 
@@ -87,14 +88,19 @@ class RemoteLLM(ServedEngine):
         """
         config = replica_config(await with_place(config), 0)
         texts = asyncio.create_task(load_texts(config))
-        return await cls.open(Start(config, log_level, show_progress), texts, module)
+        start = Start(config, log_level, show_progress)
+        return await cls.open(start, texts, module, startup_s)
 
     @classmethod
     async def open(
-        cls, start: Start, texts: Awaitable[FrontTexts], module: str = WORKER
+        cls,
+        start: Start,
+        texts: Awaitable[FrontTexts],
+        module: str = WORKER,
+        startup_s: float = STARTUP_S,
     ) -> "RemoteLLM":
         """As `start`, of a model whose place is known, and whose texts are being loaded."""
-        process, found = await EngineProcess.open(module, start, texts)
+        process, found = await EngineProcess.open(module, start, texts, startup_s)
         return cls(process, found)
 
     @property

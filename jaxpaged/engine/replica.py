@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxpaged.engine.engine_process import STARTUP_S
 from jaxpaged.engine.remote import RemoteLLM
 from jaxpaged.errors import JaxPagedError
 
@@ -25,6 +26,7 @@ class ReplicaPolicy:
     """When a replica is given up, and how often it is started again. Times in seconds."""
 
     watchdog_timeout_s: float = 600.0  # without a step while work waits
+    startup_timeout_s: float = STARTUP_S  # for a process to load its model
     restart_delays_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # one a restart; then it stays out
 
 

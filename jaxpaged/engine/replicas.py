@@ -82,7 +82,9 @@ class ReplicaSet(ServedEngine):
             Start(replica_config(config, index), log_level, show_progress and index == 0)
             for index in range(config.parallel.data_parallel_size)
         ]
-        begin = [partial(RemoteLLM.open, start, texts, module) for start in starts]
+        policy = policy or ReplicaPolicy()
+        limit_s = policy.startup_timeout_s
+        begin = [partial(RemoteLLM.open, s, texts, module, startup_s=limit_s) for s in starts]
         begun: dict[int, RemoteLLM] = {}
 
         async def begin_one(index: int) -> None:
@@ -96,7 +98,6 @@ class ReplicaSet(ServedEngine):
             for llm in begun.values():
                 llm.close()
             raise errors.exceptions[0] from None
-        policy = policy or ReplicaPolicy()
         replicas = [Replica(i, one, policy, begun[i]) for i, one in enumerate(begin)]
         return cls(config, await texts, replicas)
 

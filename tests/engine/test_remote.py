@@ -174,6 +174,15 @@ async def test_what_ends_a_start_is_told_to_the_end(tmp_path, capfd):
     assert capfd.readouterr().err.endswith("no memory left\n")
 
 
+async def test_an_engine_that_is_not_ready_in_time_writes_its_stacks_and_is_ended(tmp_path, capfd):
+    faults = {"stuck": str(tmp_path)}
+    model = ModelSettings(str(write_model("S", tmp_path)), ("S",), hf_overrides=faults)
+    thin = "tests.support.thin_worker"
+    with pytest.raises(EngineStopped, match="not ready within 5 s"):
+        await RemoteLLM.start(EngineConfig(model=model), module=thin, startup_s=5.0)
+    assert "thin_worker.py" in capfd.readouterr().err
+
+
 def test_the_process_ends_when_its_front_is_killed(tmp_path):
     folder = write_model("S", tmp_path)
     code = (

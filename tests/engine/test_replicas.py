@@ -26,7 +26,8 @@ from tests.support.models import byte_ids, write_model
 WORKER = "tests.support.thin_worker"
 FOREVER = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, output_kind=OutputKind.DELTA)
-NO_RESTARTS, RESTARTS = ReplicaPolicy(2.0, ()), ReplicaPolicy(2.0, (0.05, 0.05))
+NO_RESTARTS = ReplicaPolicy(2.0, restart_delays_s=())
+RESTARTS = ReplicaPolicy(2.0, restart_delays_s=(0.05, 0.05))
 
 
 @pytest.fixture
@@ -166,6 +167,15 @@ async def test_a_replica_that_died_comes_back_and_is_sent_requests_again(replica
     for text in ("KLM", "abc", "def"):
         await text_of(engine, text)
     assert (await samples(engine, "vllm:generation_tokens_total"))["0"] > 0
+
+
+async def test_a_replica_that_hangs_while_it_is_started_again_is_ended_in_time(replicas, tmp_path):
+    stuck = tmp_path / "stuck"
+    engine = await replicas(ReplicaPolicy(2.0, 10.0, restart_delays_s=(0.05,)), stuck=str(stuck))
+    engine._replicas[0].begin.keywords["startup_s"] = 2.0
+    stuck.touch()
+    os.kill(engine._replicas[0].llm._process.pid, signal.SIGKILL)
+    await until(lambda: states(engine) == ["out", "ready"])
 
 
 async def test_the_end_of_all_replicas_is_told_and_nothing_runs(replicas):

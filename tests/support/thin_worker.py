@@ -2,13 +2,14 @@
 
 Answers as the successor model does. `hf_overrides` holds {"fault": name, "step": number, "rank":
 replica, "step_s": seconds}: from that step on that replica raises, hangs or exits; `step_s` is how
-long every step takes.
+long every step takes. With {"stuck": path} it hangs while it loads once that file is there.
 """
 
 import asyncio
 import os
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,8 @@ class ThinLLM:
     def __init__(self, start: Start):
         rank = start.config.parallel.data_parallel_rank
         self.wanted = dict(start.config.model.hf_overrides)
+        if Path(self.wanted.pop("stuck", "/none")).exists():
+            time.sleep(600)
         if rank != self.wanted.get("rank", rank):
             self.wanted.pop("fault")
         self.parts = SimpleNamespace(config=start.config, engine=self)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxpaged.config.pooling import PoolingModel
 from jaxpaged.config.settings import EngineConfig
-from jaxpaged.engine.engine_process import EngineProcess, with_place
+from jaxpaged.engine.engine_process import STARTUP_S, EngineProcess, with_place
 from jaxpaged.engine.pooling.inputs import EncodedText, PoolingInputs
 from jaxpaged.engine.pooling.served import ServedPooling
 from jaxpaged.engine.texts import tokenizer_for
@@ -34,7 +34,12 @@ class RemotePooling(ServedPooling):
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, log_level: str = "info", module: str = WORKER
+        cls,
+        config: EngineConfig,
+        *,
+        log_level: str = "info",
+        module: str = WORKER,
+        startup_s: float = STARTUP_S,
     ) -> "RemotePooling":
         """Start the process and wait until its model is loaded and all is compiled.
 
@@ -46,7 +51,7 @@ class RemotePooling(ServedPooling):
         model = config.model
         tokenizing = asyncio.to_thread(tokenizer_for, model, Path(model.model))
         process, tokenizer = await EngineProcess.open(
-            module, Start(config, log_level, False), tokenizing
+            module, Start(config, log_level, False), tokenizing, startup_s
         )
         told = msgspec.convert(process.ready.default_sampling, PoolingModel)
         return cls(process, PoolingInputs(tokenizer, told))
