@@ -3,9 +3,9 @@
 import difflib
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from jaxpaged import __version__
+from jaxpaged.entry import run
 
 # word -> (module, what it does); a module's `main` takes the other arguments, gives the exit code
 COMMANDS = {
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" (did you mean {near[0]}?)" if near else ""
         sys.stderr.write(f"jaxpaged: there is no command {word!r}{hint}\n{_usage()}")
         return 2
-    return import_module(COMMANDS[word][0]).main(rest)
+    return run(COMMANDS[word][0], f"jaxpaged {word}", rest)
 
 
 def _usage() -> str:

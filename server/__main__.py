@@ -1,6 +1,6 @@
 import sys
 
-from server.command import main
+from jaxpaged.entry import run
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m server"))
+    sys.exit(run("server.command", "python -m server", prog="python -m server"))

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxpaged.bench.command import main
+from jaxpaged.entry import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("jaxpaged.bench.command", "jaxpaged bench"))
