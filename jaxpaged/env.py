@@ -103,7 +103,7 @@ def _caches() -> dict[str, str]:
     from jaxpaged.engine.executables import default_cache_dir
 
     return {
-        "programs": str(default_cache_dir()),
+        "programs": str(default_cache_dir() or "none"),
         "compilations": str(jax.config.jax_compilation_cache_dir or "none"),
         "hub": str(constants.HF_HUB_CACHE),
     }

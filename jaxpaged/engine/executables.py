@@ -99,10 +99,19 @@ class ExecutableStore:
         return self.folder / f"{key}.jaxexe"
 
 
-def default_cache_dir() -> Path:
-    """`jaxpaged` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "jaxpaged"
+def default_cache_dir() -> Path | None:
+    """`jaxpaged` in the user's cache folder; None for a user who has no home.
+
+    It is no folder that others may write to: programs are unpickled.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "jaxpaged"
+    try:
+        return Path.home() / ".cache" / "jaxpaged"
+    except RuntimeError:
+        log.warning("programs are not kept: this user has no home, set --compile-cache-dir")
+        return None
 
 
 def programs_identity(model: object, *arguments: object) -> str:

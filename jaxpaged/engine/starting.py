@@ -154,7 +154,9 @@ def cache_folder(config: EngineConfig) -> Path | None:
     """
     given = config.compile.compile_cache_dir
     is_jax_s = jax.config.jax_compilation_cache_dir is not None and jax.default_backend() == "cpu"
-    return None if given == "" or is_jax_s else Path(given or default_cache_dir())
+    if given == "" or is_jax_s:
+        return None
+    return Path(given) if given else default_cache_dir()
 
 
 def warm_up(programs: Sequence[Programs], ladder: BucketLadder, show_progress: bool) -> None:

@@ -13,7 +13,7 @@ from jaxpaged.core.buckets import Bucket, default_ladder
 from jaxpaged.core.params import SamplingParams
 from jaxpaged.engine import compile_clock, lowering, program_source, programs, starting
 from jaxpaged.engine.async_engine import AsyncLLM
-from jaxpaged.engine.executables import ExecutableStore, programs_identity
+from jaxpaged.engine.executables import ExecutableStore, default_cache_dir, programs_identity
 from jaxpaged.engine.inbox import Inbox
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.program_source import Program
@@ -209,3 +209,14 @@ def test_a_damaged_program_is_not_loaded(store, place):
 def test_a_folder_that_others_may_write_is_not_read(store):
     store.folder.chmod(0o770)
     assert store.load("double") is None
+
+
+def test_of_a_user_without_a_home_no_programs_are_kept(monkeypatch):
+    def nobody(_uid):
+        raise KeyError("getpwuid(): uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)  # as in a container with a number for its user
+    assert default_cache_dir() is None
+    assert cache_folder(config_from_keywords(model="none")) is None

@@ -104,5 +104,6 @@ def _store(
 ) -> ExecutableStore:
     folder = config.compile.compile_cache_dir
     identity = programs_identity((files.config, files.model), params, state)
-    is_kept = folder != ""
-    return ExecutableStore(Path(folder or default_cache_dir()) if is_kept else None, identity)
+    if folder is None:
+        return ExecutableStore(default_cache_dir(), identity)
+    return ExecutableStore(Path(folder) if folder else None, identity)
