@@ -38,6 +38,18 @@ class MixedStatic:
         return parts.WARPGROUP_ROWS // self.group
 
     @property
+    def whole_tokens(self) -> bool:
+        """Whether tokens fill a warpgroup's rows: one copy then takes many of them."""
+        return parts.WARPGROUP_ROWS % self.group == 0
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Of a warpgroup's results in shared memory."""
+        if self.whole_tokens:
+            return (self.warpgroup_tokens, self.group, self.head_dim)
+        return (parts.WARPGROUP_ROWS, self.head_dim)
+
+    @property
     def item_tokens(self) -> int:
         return self.warpgroup_tokens * self.tiles.warpgroups
 

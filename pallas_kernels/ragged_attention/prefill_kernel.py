@@ -189,7 +189,8 @@ def _attend(
     plgpu.barrier_arrive(smem.v_free.at[slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     mass = mass.sum(axis=1)
-    smem.out.at[me][...] = (acc * parts.across_columns(1.0 / mass, s.head_dim)).astype(s.dtype)
+    out_rows = smem.out.at[me].reshape(parts.WARPGROUP_ROWS, s.head_dim)
+    out_rows[...] = (acc * parts.across_columns(1.0 / mass, s.head_dim)).astype(s.dtype)
     plgpu.commit_smem()
     _store(s, refs, smem, me, item)
 
@@ -198,25 +199,30 @@ def _store(
     static: MixedStatic, refs: MixedRefs, smem: MixedScratch, me: jax.Array, item: Item
 ) -> None:
     s, width = static, static.warpgroup_tokens
-    token, left = item.token + me * width, item.tokens - me * width
+    token, count = item.token + me * width, jnp.minimum(item.tokens - me * width, width)
+    if not s.whole_tokens:
 
-    def store_token(i, _):
-        source = smem.out.at[me, pl.ds(i * s.group, s.group)]
-        plgpu.copy_smem_to_gmem(source, refs.out.at[token + i, item.head])
+        def store_token(i, _):
+            source = smem.out.at[me, pl.ds(i * s.group, s.group)]
+            plgpu.copy_smem_to_gmem(source, refs.out.at[token + i, item.head])
 
-    if s.group > 1:
-        lax.fori_loop(0, jnp.minimum(left, width), store_token, None)
+        lax.fori_loop(0, count, store_token, None)
         return
 
-    # the tokens after `left` are another row's: copies of 64, 32, 16 ... tokens, as far as they fit
-    count = jnp.minimum(left, width)
-    for size in (64, 32, 16, 8, 4, 2, 1):
+    @pl.when(count == width)
+    def _():
+        plgpu.copy_smem_to_gmem(smem.out.at[me], refs.out.at[pl.ds(token, width), item.head])
 
-        @pl.when((count & size) != 0)
-        def _(size=size):
-            first = lax.div(count, jnp.int32(2 * size)) * (2 * size)
-            source = smem.out.at[me, pl.ds(pl.multiple_of(first, size), size)]
-            plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(token + first, size), item.head, 0])
+    @pl.when(count < width)
+    def _():  # the tokens after `count` are another row's: copies of 32, 16 ... as far as they fit
+        for size in filter(lambda size: size < width, (32, 16, 8, 4, 2, 1)):
+
+            @pl.when((count & size) != 0)
+            def _(size=size):
+                first = lax.div(count, jnp.int32(2 * size)) * (2 * size)
+                source = smem.out.at[me, pl.ds(pl.multiple_of(first, size), size)]
+                target = refs.out.at[pl.ds(token + first, size), item.head]
+                plgpu.copy_smem_to_gmem(source, target)
 
 
 def _pass_tiles(static: MixedStatic, smem: MixedScratch, item: Item, done: jax.Array) -> None:
@@ -263,7 +269,7 @@ def _zero_padding(
     def zero(i, _):
         copy = worker + i * workers
         token, head = lax.div(copy, jnp.int32(s.kv_heads)), lax.rem(copy, jnp.int32(s.kv_heads))
-        source = smem.out.at[warpgroup, pl.ds(0, s.group)]
+        source = smem.out.at[warpgroup, 0 if s.whole_tokens else pl.ds(0, s.group)]
         plgpu.copy_smem_to_gmem(source, refs.out.at[first + token, head])
 
     rounds = lax.div(copies - worker + (workers - 1), jnp.int32(workers))
@@ -288,7 +294,7 @@ def _scratch_types(static: MixedStatic) -> list[Any]:
         plgpu.SMEM(rows, s.dtype, transforms=transforms),
         plgpu.SMEM(ring, s.dtype, transforms=transforms),
         plgpu.SMEM(ring, s.dtype, transforms=transforms),
-        plgpu.SMEM(rows, s.dtype),
+        plgpu.SMEM((t.warpgroups, *s.out_shape), s.dtype),
         *(query, query_free, full, free, full, free),
     ]
 
