@@ -150,13 +150,15 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
-    for name in (
-        "shutdown_timeout", "stall_timeout", "watchdog_timeout", "startup_timeout",
-        "sse_keep_alive_interval",
-    ):  # fmt: skip
+    for name in ("stall_timeout", "watchdog_timeout", "startup_timeout"):
         value = getattr(args, name)
-        if value is not None and not 0 <= value < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be 0 or more")
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be more than 0")
+    for name in ("shutdown_timeout", "sse_keep_alive_interval"):
+        if not 0 <= getattr(args, name) < 1e9:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}, it must be 0 or more"
+            )
     if args.root_path and not args.root_path.startswith("/"):
         raise ConfigError(f"--root-path is {args.root_path!r}, it must begin with /")
     if args.warmup_file is not None and not Path(args.warmup_file).is_file():
